@@ -1,0 +1,43 @@
+#pragma once
+// One factory per backend (folder) of Comm.
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "ragged/comm.h"
+
+namespace ragged {
+
+// Ranks as threads of one process, CPU tensors: comms[r] belongs to thread r. Every wait has `limit`; when a rank dies
+// (its Comm is destroyed or aborts) or is late, the others raise CommError naming it.
+[[nodiscard]] std::vector<CommPtr> make_local_comms(std::int64_t size, std::chrono::milliseconds limit = std::chrono::seconds(30));
+
+// One entry per call on a recording comm.
+struct CommRecord {
+  std::string verb;         // "all_gather", "reduce_scatter", ...
+  std::int64_t numel = 0;   // of the buffer
+  std::int64_t bytes = 0;
+  const void* data = nullptr;  // of the buffer: to prove that nothing is copied
+  bool operator==(const CommRecord&) const = default;
+};
+// Wraps another Comm and records the calls made through it.
+class RecordingComm : public Comm {
+ public:
+  [[nodiscard]] virtual std::vector<CommRecord> records() const = 0;
+  virtual void clear() = 0;
+};
+[[nodiscard]] std::shared_ptr<RecordingComm> make_recording_comm(CommPtr inner);
+// Pretends to be rank `rank` of `size`: moves nothing, completes at once, records. Outputs are zeros where the real ones
+// would come from other ranks.
+[[nodiscard]] std::shared_ptr<RecordingComm> make_fake_comm(std::int64_t rank, std::int64_t size);
+
+// Hostile on purpose (tests): an operation completes only at its wait; until then its outputs are NaN (or the largest
+// integer); at the wait it checks that the input did not change meanwhile and raises InternalError if it did. Work that is
+// destroyed unwaited is counted.
+class HostileComm : public Comm {
+ public:
+  [[nodiscard]] virtual std::int64_t unwaited() const = 0;
+};
+[[nodiscard]] std::shared_ptr<HostileComm> make_hostile_comm(CommPtr inner);
+
+}  // namespace ragged
