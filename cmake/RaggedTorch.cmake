@@ -10,6 +10,10 @@ if(NOT DEFINED RAGGED_TORCH_DIR)
   set(RAGGED_TORCH_DIR ${torch_dir} CACHE PATH "folder of the torch package")
 endif()
 
+# Read from a file: importing torch takes seconds.
+file(STRINGS ${RAGGED_TORCH_DIR}/version.py torch_version REGEX "^__version__")
+string(REGEX REPLACE ".*'([^']*)'.*" "\\1" RAGGED_TORCH_VERSION "${torch_version}")
+
 # The package's own CMake files look for CUDA, MKL and more; four libraries and two folders are all that is needed.
 add_library(ragged_torch INTERFACE)
 target_include_directories(ragged_torch SYSTEM INTERFACE

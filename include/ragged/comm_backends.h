@@ -12,6 +12,10 @@ namespace ragged {
 // (its Comm is destroyed or aborts) or is late, the others raise CommError naming it.
 [[nodiscard]] std::vector<CommPtr> make_local_comms(std::int64_t size, std::chrono::milliseconds limit = std::chrono::seconds(30));
 
+// A torch process group (gloo, NCCL, ...) by its registered name, `group.group_name` in Python.
+// Throws UsageError when no such group is registered in this process.
+[[nodiscard]] CommPtr make_process_group_comm(const std::string& group_name);
+
 // One entry per call on a recording comm.
 struct CommRecord {
   std::string verb;         // "all_gather", "reduce_scatter", ...
