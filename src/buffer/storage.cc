@@ -1,0 +1,55 @@
+#include "buffer/storage.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+
+#include "buffer/torch_compat.h"
+
+namespace ragged {
+namespace {
+
+// Never null, so that a kernel that skips torch's checks reads something harmless instead of address 0 on zero-size tensors.
+alignas(64) char kNothing[64] = {};
+
+}  // namespace
+
+SwappableStorage::SwappableStorage(std::int64_t bytes, at::Device device, std::string released_message)
+    : storage_(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(kNothing, device), /*allocator=*/nullptr, /*resizable=*/false),
+      device_(device),
+      bytes_(bytes),
+      released_message_(std::move(released_message)) {
+  release();
+}
+
+at::Tensor SwappableStorage::tensor(std::int64_t offset_numel, at::IntArrayRef shape, at::ScalarType dtype) const {
+  // An inference tensor could never be saved for backward, whoever asks first.
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  std::vector<std::int64_t> strides(shape.size());
+  std::int64_t stride = 1;
+  for (std::size_t d = shape.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<std::int64_t>(shape[d], 1);
+  }
+  auto made = at::empty({0}, at::TensorOptions().dtype(dtype).device(device_));
+  made.set_(storage_, offset_numel, shape, strides);
+  return made;
+}
+
+void SwappableStorage::attach(void* data) {
+  auto* impl = storage_.unsafeGetStorageImpl();
+  compat::allow_data_access(*impl);
+  impl->set_data_ptr_noswap(at::DataPtr(data == nullptr ? kNothing : data, device_));
+  attached_ = true;
+}
+
+void SwappableStorage::release() {
+  auto* impl = storage_.unsafeGetStorageImpl();
+  compat::allow_data_access(*impl);
+  impl->set_data_ptr_noswap(at::DataPtr(kNothing, device_));
+  compat::forbid_data_access(*impl, released_message_);
+  attached_ = false;
+}
+
+}  // namespace ragged
