@@ -1,8 +1,12 @@
 # libtorch as found by the Python that will load the extension: imported as `ragged_torch`, system includes.
-find_package(Python3 COMPONENTS Interpreter Development.Module REQUIRED)
+if(RAGGED_PYTHON)
+  find_package(Python3 COMPONENTS Interpreter Development.Module REQUIRED)
+else()
+  find_package(Python3 COMPONENTS Interpreter REQUIRED)
+endif()
 if(NOT DEFINED RAGGED_TORCH_DIR)
-  execute_process(
-    COMMAND ${Python3_EXECUTABLE} -c "import torch, os; print(os.path.dirname(torch.__file__), end='')"
+  execute_process(  # find_spec does not import, which would take seconds
+    COMMAND ${Python3_EXECUTABLE} -c "from importlib.util import find_spec as f; print(f('torch').submodule_search_locations[0], end='')"
     OUTPUT_VARIABLE torch_dir RESULT_VARIABLE failed ERROR_QUIET)
   if(failed)
     message(FATAL_ERROR "torch is not installed for ${Python3_EXECUTABLE}; run `make` or `pip install -r requirements.txt` first")
@@ -10,7 +14,7 @@ if(NOT DEFINED RAGGED_TORCH_DIR)
   set(RAGGED_TORCH_DIR ${torch_dir} CACHE PATH "folder of the torch package")
 endif()
 
-# Read from a file: importing torch takes seconds.
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${RAGGED_TORCH_DIR}/version.py)
 file(STRINGS ${RAGGED_TORCH_DIR}/version.py torch_version REGEX "^__version__")
 string(REGEX REPLACE ".*'([^']*)'.*" "\\1" RAGGED_TORCH_VERSION "${torch_version}")
 
@@ -20,8 +24,9 @@ target_include_directories(ragged_torch SYSTEM INTERFACE
   ${RAGGED_TORCH_DIR}/include ${RAGGED_TORCH_DIR}/include/torch/csrc/api/include)
 target_link_libraries(ragged_torch INTERFACE
   ${RAGGED_TORCH_DIR}/lib/libtorch.so ${RAGGED_TORCH_DIR}/lib/libtorch_cpu.so ${RAGGED_TORCH_DIR}/lib/libc10.so)
-target_link_options(ragged_torch INTERFACE -Wl,-rpath,${RAGGED_TORCH_DIR}/lib)
 target_compile_definitions(ragged_torch INTERFACE USE_DISTRIBUTED USE_C10D_GLOO)
 
-add_library(ragged_torch_python INTERFACE)
-target_link_libraries(ragged_torch_python INTERFACE ragged_torch ${RAGGED_TORCH_DIR}/lib/libtorch_python.so Python3::Module)
+if(RAGGED_PYTHON)
+  add_library(ragged_torch_python INTERFACE)
+  target_link_libraries(ragged_torch_python INTERFACE ragged_torch ${RAGGED_TORCH_DIR}/lib/libtorch_python.so Python3::Module)
+endif()
