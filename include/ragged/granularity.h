@@ -4,7 +4,8 @@
 // A value: compares by what it asks for, knows nothing of a particular tensor until given a shape.
 //
 //   elements()   any element may begin a shard
-//   rows(k)      blocks of k rows; a row is everything but the last dim flattened away: numel / last dim rows of `shape.back()`
+//   rows(k)      blocks of k rows. A row is the last dim: numel / last dim rows of `shape.back()`, so a fused (E, a, b) has
+//                E * a rows; a vector's rows are its elements
 //   tile(r, c)   r x c tiles stay whole: the same cuts as rows(r), c is kept for the optimiser that asked
 //   matrix()     the last two dims stay whole (one expert of a fused (E, a, b) weight)
 //   tensor()     the whole tensor lives on one device
@@ -27,7 +28,7 @@ class Granularity {
   [[nodiscard]] static Granularity tensor();
 
   [[nodiscard]] Kind kind() const { return kind_; }
-  [[nodiscard]] std::int64_t row_count() const { return rows_; }     // k or r; 1 elsewhere
+  [[nodiscard]] std::int64_t row_count() const { return rows_; }        // k or r; 1 elsewhere
   [[nodiscard]] std::int64_t column_count() const { return columns_; }  // c; 1 elsewhere
 
   // The block in elements for a tensor of this shape, between 1 and max(1, numel). A 0-d or empty tensor has block 1.

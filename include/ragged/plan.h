@@ -38,11 +38,12 @@ struct Interval {
 };
 
 struct Plan {
-  std::vector<TensorSpec> tensors;   // in the caller's order
-  std::vector<std::int64_t> offsets; // of tensor i in the global buffer
+  std::vector<TensorSpec> tensors;    // in the caller's order
+  std::vector<std::int64_t> offsets;  // of tensor i in the global buffer
   std::int64_t devices = 1;
   std::int64_t shard_numel = 0;
-  Order order = Order::kDefault;     // the order that won
+  std::int64_t bound_shard_numel = 0;  // no layout of this bucket, in any order, has a smaller shard
+  Order order = Order::kDefault;       // the order that won
 
   [[nodiscard]] std::int64_t global_numel() const { return devices * shard_numel; }
   [[nodiscard]] std::int64_t useful_numel() const;
@@ -62,7 +63,9 @@ struct RaggedCut {
   std::vector<std::int64_t> local_units;  // one per device
   bool operator==(const RaggedCut&) const = default;
 };
-// The coarsest prefix of dims that expresses the cut exactly. A 0-d tensor has dims () and one unit on its owner.
+// The coarsest prefix of dims that expresses the cut exactly. The unit is the block, so that the granularity can be read off;
+// where the last block is short or a cut falls finer, it is one entry of the flattened dims: numel / sum(local_units) elements
+// either way. A 0-d tensor has dims () and one unit on its owner; an empty tensor has zero units everywhere.
 [[nodiscard]] RaggedCut ragged_cut(const Plan& plan, std::size_t i);
 
 // The plan with the smallest shard found. Throws UsageError naming the tensor if a spec is malformed.
