@@ -1,0 +1,145 @@
+"""What an operation on a RaggedDTensor does: runs on the local piece, reduces, gathers, or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from raggedfsdp.tensor import _gather, _norms, _random, _tables
+from raggedfsdp.tensor._layout import UsageError
+from raggedfsdp.tensor._operands import Refused, bump, first_ragged, is_ragged, local_of, written_tensors
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return handler_of(func)(func, args, kwargs)
+    except Refused as refusal:
+        if _gather.allowed():
+            return _gather.run_gathered(func, args, kwargs)
+        raise UsageError(
+            f"{func} on a RaggedDTensor: {refusal}. Use .full_tensor(), or `with raggedfsdp.tensor.gathering():` to gather its "
+            "operands on every rank"
+        ) from None
+
+
+@cache
+def handler_of(func: Any) -> Handler:
+    name = func._schema.name.removeprefix("aten::")
+    if name == "copy_":
+        return copy_
+    for names, handler in (
+        (_tables.LIKE, like),
+        (_tables.FUSED_OPTIMISERS, listwise),
+        (_tables.RANDOM_IN_PLACE, _random.in_place),
+        (_tables.RANDOM_LIKE, _random.like),
+    ):
+        if name in names:
+            return handler
+    if name in _tables.ELEMENT_WISE:
+        return listwise if name.startswith("_foreach_") else element_wise
+    return _OTHERS.get(name, refuse)
+
+
+def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise Refused("it is not element-wise and would be wrong on one rank's piece")
+
+
+def element_wise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    anchor = first_ragged((*args, *kwargs.values()))
+    layout = anchor._layout
+    written = written_tensors(func, args, kwargs)
+    if not all(is_ragged(t) for t in written):
+        raise Refused("the tensor written to is a plain one and needs every element")
+    local_args = [local_of(a, layout) for a in args]
+    local_kwargs = {k: local_of(v, layout) for k, v in kwargs.items() if k != "memory_format"}
+    result = func(*local_args, **local_kwargs)
+    if written:
+        bump(t._local_tensor for t in written)
+        return written[0]
+    return anchor.with_local(result)
+
+
+def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Also from a whole tensor of a shape that broadcasts, as plain copy_ does."""
+    target, source, *rest = args
+    if is_ragged(target) and type(source) in (torch.Tensor, torch.nn.Parameter) and source.dim() > 0:
+        source = source.expand(target.shape)
+    return element_wise(func, (target, source, *rest), kwargs)
+
+
+def listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """foreach and fused: entry i of every list belongs to the same tensor, plain ones among them as they are."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+    anchors = [next((t for t in entries if is_ragged(t)), None) for entries in zip(*[x for x in lists if len(x) == len(lists[0])])]
+    layouts = [None if a is None else a._layout for a in anchors]
+
+    def localise(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            if len(value) != len(layouts):
+                return value
+            return [local_of(v, layout) for v, layout in zip(value, layouts)]
+        return local_of(value, None)
+
+    written = written_tensors(func, args, kwargs)
+    results = func(*map(localise, args), **{k: localise(v) for k, v in kwargs.items()})
+    bump(t._local_tensor if is_ragged(t) else t for t in written)
+    if results is None or written:
+        return None
+    return [r if a is None else a.with_local(r) for r, a in zip(results, anchors)]
+
+
+def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *rest = args
+    kept = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout")}
+    return tensor.with_local(func(tensor._local_tensor, *rest, **kept))
+
+
+def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same memory and version counter: the very local tensor."""
+    return args[0].with_local(args[0]._local_tensor)
+
+
+def same_shape_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    sizes = torch.empty(args[0].shape, device="meta").expand(args[1]).shape if -1 in args[1] else torch.Size(args[1])
+    if sizes != args[0].shape:
+        raise Refused(f"a view of shape {tuple(sizes)} of a tensor of shape {tuple(args[0].shape)} is cut elsewhere")
+    return alias(func, args, kwargs)
+
+
+def new_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """new_zeros and its kin: sharded alike where the shape is the tensor's own, otherwise plain and whole on every rank."""
+    tensor, sizes, *rest = args
+    if torch.Size(sizes) != tensor.shape:
+        return func(tensor._local_tensor, sizes, *rest, **kwargs)
+    return tensor.with_local(func(tensor._local_tensor, list(tensor._local_tensor.shape), *rest, **kwargs))
+
+
+def is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return args[0].shape == args[1].shape
+
+
+_OTHERS: dict[str, Handler] = {
+    "detach": alias,
+    "alias": alias,
+    "lift_fresh": alias,
+    "view": same_shape_view,
+    "_unsafe_view": same_shape_view,
+    "expand": same_shape_view,
+    "new_empty": new_of_size,
+    "new_zeros": new_of_size,
+    "new_ones": new_of_size,
+    "new_full": new_of_size,
+    "is_same_size": is_same_size,
+    "linalg_vector_norm": _norms.vector_norm,
+    "norm": _norms.norm,
+    "_foreach_norm": _norms.foreach_norm,
+    "_amp_foreach_non_finite_check_and_unscale_": _norms.check_and_unscale,
+}
+
+__all__ = ["DTensor", "dispatch"]
