@@ -6,7 +6,6 @@ import zlib
 from typing import TYPE_CHECKING
 
 import torch
-
 from raggedfsdp.tensor._layout import Layout, UsageError
 
 if TYPE_CHECKING:
@@ -37,11 +36,15 @@ def agree_on_lengths(local: torch.Tensor, layout: Layout) -> None:
     rows = _gather_rows(row, layout.comm)
     if any(not r[2] for r in rows):
         ranks = [i for i, r in enumerate(rows) if not r[2]]
-        raise UsageError(f"RaggedDTensor.from_local: the placements do not fit on rank(s) {ranks}: {cause or 'see there'}") from cause
+        raise UsageError(
+            f"RaggedDTensor.from_local: the placements do not fit on rank(s) {ranks}: {cause or 'see there'}"
+        ) from cause
     for column, what in ((3, "shape, placements or granularity"), (4, "dtype")):
         odd = [i for i, r in enumerate(rows) if r[column] != rows[0][column]]
         if odd:
-            raise UsageError(f"RaggedDTensor.from_local: rank(s) {odd} passed another {what} than rank 0; all must pass the same")
+            raise UsageError(
+                f"RaggedDTensor.from_local: rank(s) {odd} passed another {what} than rank 0; all must pass the same"
+            )
     wrong = [i for i, r in enumerate(rows) if r[0] != expected[i] or not r[1]]
     if wrong:
         came = [r[0] if r[1] else f"{r[0]} (not flat and contiguous)" for r in rows]

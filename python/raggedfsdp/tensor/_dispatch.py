@@ -7,8 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-
 from raggedfsdp.tensor import _gather, _norms, _random, _tables
 from raggedfsdp.tensor._layout import UsageError
 from raggedfsdp.tensor._operands import Refused, bump, first_ragged, is_ragged, local_of, written_tensors
@@ -76,14 +74,15 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """foreach and fused: entry i of every list belongs to the same tensor, plain ones among them as they are."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
-    anchors = [next((t for t in entries if is_ragged(t)), None) for entries in zip(*[x for x in lists if len(x) == len(lists[0])])]
+    entries = zip(*(x for x in lists if len(x) == len(lists[0])), strict=True)
+    anchors = [next((t for t in entry if is_ragged(t)), None) for entry in entries]
     layouts = [None if a is None else a._layout for a in anchors]
 
     def localise(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             if len(value) != len(layouts):
                 return value
-            return [local_of(v, layout) for v, layout in zip(value, layouts)]
+            return [local_of(v, layout) for v, layout in zip(value, layouts, strict=True)]
         return local_of(value, None)
 
     written = written_tensors(func, args, kwargs)
@@ -91,7 +90,7 @@ def listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bump(t._local_tensor if is_ragged(t) else t for t in written)
     if results is None or written:
         return None
-    return [r if a is None else a.with_local(r) for r, a in zip(results, anchors)]
+    return [r if a is None else a.with_local(r) for r, a in zip(results, anchors, strict=True)]
 
 
 def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,5 +140,3 @@ _OTHERS: dict[str, Handler] = {
     "_foreach_norm": _norms.foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _norms.check_and_unscale,
 }
-
-__all__ = ["DTensor", "dispatch"]

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from raggedfsdp import _C
+from raggedfsdp.tensor._layout import Layout, RaggedShard
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
-
-from raggedfsdp import _C
-from raggedfsdp.tensor._layout import Layout, RaggedShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +43,7 @@ class RaggedDTensor(DTensor):
         granularity: Granularity | None = None,
         requires_grad: bool = False,
     ) -> RaggedDTensor:
-        """Over this very `local_flat` (1-D, contiguous), without checks or communication: for code that cut the tensor itself."""
+        """Over this very `local_flat` (1-D, contiguous), without checks or communication: for code that cut it itself."""
         layout = Layout(mesh, placements, shape, Granularity.elements() if granularity is None else granularity)
         return wrap(local_flat, layout, requires_grad=requires_grad)
 

@@ -8,10 +8,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
-
 from raggedfsdp.tensor._layout import UsageError
 from raggedfsdp.tensor._operands import bump, is_ragged, written_tensors
+from torch.utils._pytree import tree_map
 
 _gathering: ContextVar[bool] = ContextVar("raggedfsdp_gathering", default=False)
 
@@ -38,7 +37,9 @@ def run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if not is_ragged(value):
             return value
         if value.requires_grad and torch.is_grad_enabled():
-            raise UsageError(f"{func} inside gathering(): not differentiable; call full_tensor() on the operand, or use no_grad")
+            raise UsageError(
+                f"{func} inside gathering(): not differentiable; call full_tensor() on the operand, or use no_grad"
+            )
         if id(value) not in wholes:
             wholes[id(value)] = (value, value.full_tensor().detach())
         return wholes[id(value)][1]

@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from raggedfsdp import _C
 from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-from raggedfsdp import _C
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +30,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class Layout:
     """Mesh, placements, global shape and granularity. Nothing is checked and nothing is sent before it is needed."""
 
-    __slots__ = ("mesh", "placements", "shape", "granularity", "_specs", "__dict__")
+    __slots__ = ("__dict__", "_specs", "granularity", "mesh", "placements", "shape")
 
     def __init__(
         self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], granularity: _C.Granularity

@@ -6,13 +6,12 @@ import math
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._ops._math_ops import _NormPartial
-
 from raggedfsdp import _C
 from raggedfsdp.tensor._layout import Layout
 from raggedfsdp.tensor._operands import Refused, bump, is_ragged, local_of
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 
 def _partial_of(order: float) -> Partial:
@@ -51,7 +50,7 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [a.name for a in func._schema.arguments]
-    given = {**dict(zip(names, args)), **kwargs}
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     if "out" in given:
         raise Refused("it has no out= for partial results")
     order = 2 if given.get("p") is None else given["p"]
@@ -64,9 +63,11 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     tensors, order = args[0], float((*args, 2)[1])
     dtype = kwargs.get("dtype", args[2] if len(args) > 2 else None)
     locals_ = [t._local_tensor if is_ragged(t) else t for t in tensors]
-    filled = iter(torch._foreach_norm([x for x in locals_ if x.numel()], order, dtype) if any(x.numel() for x in locals_) else ())
+    filled = iter(
+        torch._foreach_norm([x for x in locals_ if x.numel()], order, dtype) if any(x.numel() for x in locals_) else ()
+    )
     norms = [next(filled) if x.numel() else _local_norm(x, order, dtype) for x in locals_]
-    return [_scalar(n, t._layout, order) if is_ragged(t) else n for n, t in zip(norms, tensors)]
+    return [_scalar(n, t._layout, order) if is_ragged(t) else n for n, t in zip(norms, tensors, strict=True)]
 
 
 def check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

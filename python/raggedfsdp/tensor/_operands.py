@@ -7,9 +7,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-
 from raggedfsdp.tensor._layout import Layout
+from torch.distributed.tensor import DTensor
 
 
 class Refused(Exception):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from raggedfsdp.tensor._layout import Layout
 from raggedfsdp.tensor._operands import Refused, bump
 

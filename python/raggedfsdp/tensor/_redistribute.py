@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate
-
 from raggedfsdp import _C
 from raggedfsdp.tensor._dtensor import RaggedDTensor, wrap
 from raggedfsdp.tensor._layout import Layout, RaggedShard, UsageError
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,8 +77,8 @@ def redistribute(
         return DTensor.from_local(FullTensor.apply(tensor), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
     if target.mesh_dim != tensor._layout.mesh_dim:
         raise UsageError(
-            f"RaggedDTensor.redistribute: from {tensor.placements} to {target.placements}: the ragged cut can't move to another "
-            "mesh dim; redistribute to Replicate() first"
+            f"RaggedDTensor.redistribute: from {tensor.placements} to {target.placements}: the ragged cut can't move to "
+            "another mesh dim; redistribute to Replicate() first"
         )
     return Reshard.apply(tensor, target)
 
