@@ -1,0 +1,218 @@
+// The backward half of Context: what autograd's nodes and its final callback set off.
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/context.h"
+#include "ragged/error.h"
+
+namespace ragged {
+namespace {
+
+void refuse_create_graph(const UnitCore& unit) {
+  if (!at::GradMode::is_enabled()) return;
+  throw UsageError("unit '" + unit.name() +
+                   "': backward(create_graph=True) is not supported: gradients leave the graph when they are reduced. "
+                   "Take higher derivatives of the unsharded model");
+}
+
+}  // namespace
+
+Context::Task& Context::task() {
+  const int id = torch::autograd::get_current_graph_task_id();
+  for (auto it = tasks_.rbegin(); it != tasks_.rend(); ++it) {
+    if (it->id == id) return *it;
+  }
+  if (id == -1) throw InternalError("a hook of backward ran outside of backward");
+  if (tasks_.empty()) backward_order_.begin();
+  tasks_.push_back({id, {}, false});
+  std::weak_ptr<Context> self = weak_from_this();
+  torch::autograd::Engine::get_default_engine().queue_callback([self, id] {
+    if (auto context = self.lock()) context->end_task(id);
+  });
+  return tasks_.back();
+}
+
+void Context::enter_backward(UnitCore& unit, const Invocation& invocation) {
+  refuse_create_graph(unit);
+  at::NoGradGuard no_grad;
+  Task& now = task();
+  finish_later_than(now, invocation.left_at);
+  if (invocation.generation != unit.generation()) {
+    throw UsageError("unit '" + unit.name() +
+                     "': its parameters were changed between this forward and its backward (an optimiser step, a load or a "
+                     "copy_); run backward first, or run forward again");
+  }
+  const bool known = std::any_of(now.entered.begin(), now.entered.end(),
+                                 [&](const Entered& e) { return e.unit.get() == &unit && !e.finished; });
+  if (known) return;
+  log_.add({EventKind::kBackward, unit.index()});
+  unit.hold(kHoldBackward);
+  arrived(unit);
+  unit.finish_gather();
+  unit.mark_entered();
+  now.entered.push_back({unit.shared_from_this(), unit.earliest_entry_in_graph(), false});
+  prefetch(backward_order_.enter(unit.index()));
+}
+
+void Context::leave_backward(UnitCore& unit, const Invocation& invocation) {
+  at::NoGradGuard no_grad;
+  Task& now = task();
+  finish_later_than(now, invocation.entered_at);
+  for (Entered& e : now.entered) {
+    if (e.unit.get() == &unit && !e.finished && e.entered_at >= invocation.entered_at) finish(now, e);
+  }
+}
+
+// Autograd runs the newest ready node first, so whatever belongs to invocations newer than `time` has run, on every rank,
+// also where a unit's own input node is not part of the graph.
+void Context::finish_later_than(Task& task, std::int64_t time) {
+  for (auto e = task.entered.rbegin(); e != task.entered.rend(); ++e) {
+    if (!e->finished && e->entered_at > time) finish(task, *e);
+  }
+}
+
+void Context::finish(Task& task, Entered& entered) {
+  entered.finished = true;
+  UnitCore& unit = *entered.unit;
+  for (std::size_t b = 0; b < unit.buckets().size(); ++b) {
+    if (!unit.buckets()[b]->shared) reduce(task, unit, b);
+  }
+  unit.drop_all_but(unit.reshard_after_backward ? unsigned{kHoldForward | kHoldExplicit | kHoldPrefetch}
+                                                : ~unsigned{kHoldBackward});
+  if (!unit.reshard_after_backward) unit.hold(kHoldKept);
+}
+
+void Context::reduce(Task& task, UnitCore& unit, std::size_t b) {
+  Bucket& bucket = *unit.buckets()[b];
+  const bool wanted = bucket.entered || bucket.gradient_state() == GradientState::kAccumulating;
+  if (!wanted || !bucket.trainable() || !unit.sync_gradients) return;
+  bucket.entered = false;
+  complete_reductions(0);
+  in_flight_.push_back({unit.shared_from_this(), b, bucket.used()});
+  bucket.start_reduce(unit.host().current_gradients(unit, b), pool_, log_);
+  task.reduced = true;
+}
+
+void Context::complete_reductions(std::size_t keep_in_flight) {
+  while (in_flight_.size() > keep_in_flight) {
+    Reduction done = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    UnitCore& unit = *done.unit;
+    Bucket& bucket = *unit.buckets()[done.bucket];
+    const double divide = unit.divide_factor != 0.0 ? unit.divide_factor : static_cast<double>(bucket.plan().devices);
+    bucket.finish_reduce(1.0 / divide, pool_);
+    log_.add({EventKind::kPublish, unit.index(), static_cast<std::int64_t>(done.bucket)});
+    std::vector<std::int64_t> indices;
+    for (std::size_t i = 0; i < done.used.size(); ++i) {
+      if (done.used[i] != 0) indices.push_back(static_cast<std::int64_t>(i));
+    }
+    completed_.push_back(std::move(done));
+    unit.host().publish(unit, completed_.back().bucket, indices);
+  }
+}
+
+void Context::take_gradient(UnitCore& unit, std::size_t b, std::size_t slot, const at::Tensor& gradient) {
+  refuse_create_graph(unit);
+  at::NoGradGuard no_grad;
+  task();
+  Bucket& bucket = *unit.buckets()[b];
+  if (bucket.gradient_state() == GradientState::kReducing) complete_reductions(0);
+  bucket.entered = true;
+  bucket.sink(slot, gradient, pool_);
+}
+
+void Context::reduce_leftovers(Task& task) {
+  for (const auto& unit : units()) {
+    for (std::size_t b = 0; b < unit->buckets().size(); ++b) {
+      Bucket& bucket = *unit->buckets()[b];
+      if (bucket.entered || bucket.gradient_state() == GradientState::kAccumulating) reduce(task, *unit, b);
+      bucket.entered = false;
+    }
+  }
+}
+
+void Context::end_task(int id) {
+  at::NoGradGuard no_grad;
+  auto it = std::find_if(tasks_.begin(), tasks_.end(), [id](const Task& t) { return t.id == id; });
+  if (it == tasks_.end()) return;  // reset meanwhile
+  for (auto e = it->entered.rbegin(); e != it->entered.rend(); ++e) {
+    if (!e->finished) finish(*it, *e);
+  }
+  const bool inner = tasks_.size() > 1;
+  if (!inner) reduce_leftovers(*it);
+  if (it->reduced) exchange_usage();
+  complete_reductions(0);
+  if (it->reduced) settle_usage(!inner);
+  tasks_.erase(it);
+  if (inner) return;
+  keep_recomputed(nullptr);
+  drop_prefetched();
+}
+
+std::vector<std::uint8_t> Context::usage_mask() const {
+  std::vector<std::uint8_t> mask;
+  for (const auto& unit : units()) {
+    for (std::size_t b = 0; b < unit->buckets().size(); ++b) {
+      const std::size_t at = mask.size();
+      mask.resize(at + unit->buckets()[b]->size(), 0);
+      auto add = [&](const Reduction& r) {
+        if (r.unit != unit || r.bucket != b) return;
+        for (std::size_t i = 0; i < r.used.size(); ++i) mask[at + i] |= r.used[i];
+      };
+      std::for_each(completed_.begin(), completed_.end(), add);
+      std::for_each(in_flight_.begin(), in_flight_.end(), add);
+    }
+  }
+  return mask;
+}
+
+void Context::exchange_usage() {
+  const auto& options = units().front()->options();
+  const std::uint64_t fingerprint = forward_order_.hash() * 31 + backward_order_.hash();
+  usage_.start(*options.mesh.dims[0], options.device, usage_mask(), fingerprint);
+  log_.add({EventKind::kUsage});
+}
+
+void Context::settle_usage(bool whole_backward) {
+  const bool frozen = !whole_backward || (forward_order_.settled() && backward_order_.settled());
+  const bool all_used = std::all_of(completed_.begin(), completed_.end(), [](const Reduction& r) {
+    return std::all_of(r.used.begin(), r.used.end(), [](std::uint8_t u) { return u != 0; });
+  });
+  const auto completed = std::exchange(completed_, {});
+  if (frozen && all_used) return usage_.finish();
+  const UsageExchange::Result result = usage_.read();
+  if (whole_backward && result.agreed) {
+    forward_order_.freeze();
+    backward_order_.freeze();
+  }
+  publish_late(completed, result.used);
+}
+
+// Parameters without a gradient here that have one elsewhere.
+void Context::publish_late(const std::vector<Reduction>& completed, const std::vector<std::uint8_t>& used) {
+  std::size_t at = 0;
+  for (const auto& unit : units()) {
+    for (std::size_t b = 0; b < unit->buckets().size(); ++b) {
+      const std::size_t size = unit->buckets()[b]->size();
+      std::vector<std::uint8_t> published(size, 0);
+      bool reduced = false;
+      for (const Reduction& r : completed) {
+        if (r.unit != unit || r.bucket != b) continue;
+        reduced = true;
+        for (std::size_t i = 0; i < size; ++i) published[i] |= r.used[i];
+      }
+      std::vector<std::int64_t> late;
+      for (std::size_t i = 0; reduced && i < size; ++i) {
+        if (published[i] == 0 && used[at + i] != 0) late.push_back(static_cast<std::int64_t>(i));
+      }
+      if (!late.empty()) unit->host().publish(*unit, b, late);
+      at += size;
+    }
+  }
+}
+
+}  // namespace ragged

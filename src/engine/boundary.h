@@ -1,0 +1,39 @@
+#pragma once
+// Hand-made autograd nodes at the two sides of a unit's forward (design: boundary nodes, docs/memory.md).
+//
+//   inputs --[input node]--> the unit's own graph --[output node]--> outputs
+//
+// In backward the output node runs before anything of the unit (gather), the input node after everything of it (reduce,
+// release): the engine runs ready nodes in descending order of creation, and these are created first and last.
+#include <ATen/core/TensorBody.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace ragged {
+
+class UnitCore;
+
+// One forward of a unit that made a graph. Lives as long as its nodes.
+struct Invocation {
+  std::weak_ptr<UnitCore> unit;  // the graph may outlive the model
+  std::int64_t entered_at = 0;   // ticks of the context's clock
+  std::int64_t left_at = 0;
+  std::int64_t generation = 0;   // of the unit's buckets when they were gathered
+  torch::autograd::Node* output_node = nullptr;  // to ask whether a graph contains it; never dereferenced
+};
+
+enum class Side { kInput, kOutput };
+
+// Replaces every tensor that requires grad by an alias behind one node; others are returned as they are. An alias shares
+// memory and version counter, so in-place edits on either side stay visible to autograd's checks.
+// (torch::autograd::Function would not do: later in-place edits of its outputs raise.)
+[[nodiscard]] std::vector<at::Tensor> attach_boundary(const std::vector<at::Tensor>& tensors,
+                                                      const std::shared_ptr<Invocation>& invocation, Side side);
+
+}  // namespace ragged

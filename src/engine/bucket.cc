@@ -1,0 +1,192 @@
+#include "engine/bucket.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+
+#include "buffer/pool.h"
+#include "ragged/error.h"
+
+namespace ragged {
+namespace {
+
+DBufferOptions buffer_options(const BucketOptions& o, BufferPlacement placement, at::ScalarType dtype, const char* what) {
+  return {.plan = o.plan,
+          .mesh = o.mesh,
+          .placements = {placement},
+          .dtype = dtype,
+          .device = o.device,
+          .owner = o.owner + what};
+}
+
+// Sums in fp16 overflow where the mean would not, so half of the division comes before the sum.
+double pre_factor(const BucketOptions& o) {
+  if (o.reduce_dtype != at::kHalf) return 1.0;
+  double factor = 1.0;
+  for (std::int64_t n = o.plan->devices; n > 1; n /= 4) factor *= 0.5;
+  return factor;
+}
+
+}  // namespace
+
+Bucket::Bucket(BucketOptions options)
+    : options_(std::move(options)),
+      shard_(buffer_options(options_, BufferPlacement::kShard, options_.shard_dtype, "")),
+      gathered_(buffer_options(options_, BufferPlacement::kReplicate, options_.param_dtype, "")) {
+  shard_.allocate();
+  requires_grad.assign(size(), 1);
+  used_.assign(size(), 0);
+}
+
+bool Bucket::trainable() const {
+  return std::any_of(requires_grad.begin(), requires_grad.end(), [](std::uint8_t r) { return r != 0; });
+}
+
+void Bucket::load(std::size_t i, const at::Tensor& whole) {
+  at::NoGradGuard no_grad;
+  const Interval owned = plan().owned(i, options_.mesh.dims[0]->rank());
+  if (owned.numel() == 0) return;
+  shard_.shard_view(i).copy_(whole.detach().reshape({-1}).narrow(0, owned.begin, owned.numel()));
+}
+
+// --- unshard and its transpose, reduce_gradients, side by side ---
+
+void Bucket::start_gather(BufferPool& pool, EventLog& log) {
+  if (memory_state_ != MemoryState::kSharded) throw InternalError(options_.owner + ": gather of a bucket that is not sharded");
+  gathered_.acquire(pool);
+  gathered_generation_ = generation();
+  gather_work_ = gathered_.all_gather_from(shard_);
+  memory_state_ = MemoryState::kGathering;
+  log.add({EventKind::kGather, options_.unit_index, options_.bucket_index});
+}
+
+void Bucket::start_reduce(CurrentGradients current, BufferPool& pool, EventLog& log) {
+  if (gradient_state_ == GradientState::kReducing) throw InternalError(options_.owner + ": two reductions at once");
+  ensure_gradient_memory(pool);
+  for (std::size_t i = 0; i < size(); ++i) {
+    if (used_[i] == 0) slots_[i].zero_();
+  }
+  current_ = std::move(current);
+  overwrite_ = std::none_of(current_.begin(), current_.end(), [](const at::Tensor& t) { return t.defined(); });
+  const bool direct = overwrite_ && gradient_shard_->options().dtype == options_.reduce_dtype;
+  reduce_work_ = gradient_->reduce_scatter_to(direct ? &*gradient_shard_ : nullptr);
+  gradient_state_ = GradientState::kReducing;
+  log.add({EventKind::kReduce, options_.unit_index, options_.bucket_index});
+}
+
+void Bucket::finish_gather() {
+  if (memory_state_ != MemoryState::kGathering) return;
+  gather_work_->order_after();
+  gather_work_.reset();
+  memory_state_ = MemoryState::kGathered;
+}
+
+void Bucket::finish_reduce(double factor, BufferPool& pool) {
+  if (gradient_state_ != GradientState::kReducing) throw InternalError(options_.owner + ": no reduction to finish");
+  at::NoGradGuard no_grad;
+  reduce_work_->order_after();
+  reduce_work_.reset();
+  factor /= pre_factor(options_);
+  if (overwrite_) {
+    if (gradient_shard_->options().dtype != options_.reduce_dtype) gradient_shard_->local().copy_(gradient_->own_slice());
+    if (factor != 1.0) gradient_shard_->scale_(factor);
+  } else {
+    for (std::size_t i = 0; i < size(); ++i) combine(i, gradient_->shard_view(i), factor);
+  }
+  gradient_->release(pool);
+  current_.clear();
+  std::fill(used_.begin(), used_.end(), std::uint8_t{0});
+  gradient_state_ = GradientState::kEmpty;
+}
+
+// `.grad` decides for each parameter: None is overwritten, ours and the user's own are added to.
+void Bucket::combine(std::size_t i, const at::Tensor& reduced, double factor) {
+  at::Tensor target = gradient_view(i);
+  if (target.numel() == 0) return;
+  const at::Tensor& current = current_[i];
+  if (!current.defined()) {
+    target.copy_(reduced);
+    if (factor != 1.0) target.mul_(factor);
+    return;
+  }
+  if (current.data_ptr() != target.data_ptr()) target.copy_(current);
+  target.add_(reduced, factor);
+}
+
+void Bucket::add_user(BufferPool& pool, EventLog& log) {
+  if (users_++ == 0) start_gather(pool, log);
+}
+
+void Bucket::drop_user(BufferPool& pool, EventLog& log) {
+  if (users_ == 0) throw InternalError(options_.owner + ": released more often than held");
+  if (--users_ > 0) return;
+  finish_gather();
+  gathered_.release(pool);
+  memory_state_ = MemoryState::kSharded;
+  log.add({EventKind::kRelease, options_.unit_index, options_.bucket_index});
+}
+
+void Bucket::refresh(EventLog& log) {
+  if (memory_state_ == MemoryState::kSharded || gathered_generation_ == generation()) return;
+  finish_gather();
+  gathered_generation_ = generation();
+  gather_work_ = gathered_.all_gather_from(shard_);
+  memory_state_ = MemoryState::kGathering;
+  log.add({EventKind::kGather, options_.unit_index, options_.bucket_index});
+}
+
+void Bucket::ensure_gradient_memory(BufferPool& pool) {
+  if (!gradient_) {
+    gradient_.emplace(buffer_options(options_, BufferPlacement::kPartial, options_.reduce_dtype, " (gradients)"));
+    const auto dtype = c10::promoteTypes(options_.shard_dtype, options_.reduce_dtype);
+    gradient_shard_.emplace(buffer_options(options_, BufferPlacement::kShard, dtype, " (gradient shard)"));
+    for (std::size_t i = 0; i < size(); ++i) slots_.push_back(gradient_->view(i));
+  }
+  if (!gradient_shard_->has_memory()) gradient_shard_->allocate();
+  if (gradient_state_ != GradientState::kEmpty) return;
+  gradient_->acquire(pool);
+  gradient_->zero_gaps_();
+  gradient_state_ = GradientState::kAccumulating;
+}
+
+void Bucket::sink(std::size_t i, const at::Tensor& gradient, BufferPool& pool) {
+  at::NoGradGuard no_grad;
+  ensure_gradient_memory(pool);
+  const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
+  const double factor = pre_factor(options_);
+  if (used_[i] == 0) {
+    slots_[i].copy_(dense, /*non_blocking=*/true);
+    if (factor != 1.0) slots_[i].mul_(factor);
+  } else {
+    slots_[i].add_(dense, factor);
+  }
+  used_[i] = 1;
+}
+
+void Bucket::discard_gradients(BufferPool& pool) {
+  if (gradient_state_ == GradientState::kEmpty) return;
+  if (reduce_work_) {
+    // The transport may still write into the buffer; its failure is what we are recovering from.
+    try {
+      reduce_work_->order_after();
+    } catch (const std::exception&) {
+    }
+    reduce_work_.reset();
+  }
+  gradient_->release(pool);
+  current_.clear();
+  std::fill(used_.begin(), used_.end(), std::uint8_t{0});
+  gradient_state_ = GradientState::kEmpty;
+}
+
+at::Tensor Bucket::gradient_view(std::size_t i) {
+  if (!gradient_shard_) throw InternalError(options_.owner + ": no gradient was reduced yet");
+  return gradient_shard_->shard_view(i);
+}
+
+std::int64_t Bucket::gradient_shard_bytes() const {
+  return gradient_shard_ && gradient_shard_->has_memory() ? gradient_shard_->bytes() : 0;
+}
+
+}  // namespace ragged

@@ -1,0 +1,134 @@
+#include "engine/context.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "ragged/error.h"
+
+namespace ragged {
+namespace {
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+}  // namespace
+
+void Context::add(const std::shared_ptr<UnitCore>& unit) {
+  for (const auto& other : units()) {
+    if (other->options().mesh.dims[0] != unit->options().mesh.dims[0]) {
+      throw UsageError("fully_shard: unit '" + unit->name() + "' is on another mesh than unit '" + other->name() +
+                       "'; the units of one model must share one mesh");
+    }
+  }
+  units_.push_back(unit);
+  unit->join(shared_from_this(), static_cast<std::int64_t>(units_.size()) - 1);
+}
+
+std::vector<std::shared_ptr<UnitCore>> Context::units() const {
+  std::vector<std::shared_ptr<UnitCore>> alive;
+  for (const auto& weak : units_) {
+    if (auto unit = weak.lock()) alive.push_back(std::move(unit));
+  }
+  return alive;
+}
+
+std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermost) {
+  at::NoGradGuard no_grad;
+  const bool recompute = inside_backward();
+  if (!recompute) {
+    // A step that ended in an exception left traces; nobody else can be inside a step now.
+    if (!tasks_.empty() || (outermost && depth_ > 0)) reset();
+    if (depth_ == 0) forward_order_.begin();
+  }
+  ++depth_;
+  ++unit.active_forwards;
+  log_.add({EventKind::kForward, unit.index()});
+  if (auto last = recomputed_.lock(); last && last.get() != &unit) keep_recomputed(nullptr);
+  unit.hold(kHoldForward);
+  arrived(unit);
+  if (!recompute) unit.refresh();
+  unit.finish_gather();
+  if (!recompute) prefetch(forward_order_.enter(unit.index()));
+  auto invocation = std::make_shared<Invocation>();
+  invocation->unit = unit.weak_from_this();
+  invocation->entered_at = ++clock_;
+  invocation->generation = unit.generation();
+  return invocation;
+}
+
+void Context::leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation) {
+  at::NoGradGuard no_grad;
+  invocation->left_at = ++clock_;
+  const bool made_graph = invocation->output_node != nullptr;
+  if (made_graph) unit.remember(invocation);
+  if (depth_ > 0) --depth_;
+  if (unit.active_forwards > 0) --unit.active_forwards;
+  if (unit.active_forwards > 0) return;
+  if (!unit.reshard_after_forward && made_graph) unit.hold(kHoldKept);
+  if (inside_backward() && !unit.holds(kHoldBackward)) keep_recomputed(&unit);
+  unit.drop(kHoldForward);
+  if (depth_ == 0 && !inside_backward()) drop_prefetched();
+}
+
+void Context::unshard(UnitCore& unit) {
+  at::NoGradGuard no_grad;
+  unit.hold(kHoldExplicit);
+  unit.refresh();
+}
+
+void Context::reshard(UnitCore& unit) {
+  at::NoGradGuard no_grad;
+  unit.drop_all_but(kHoldForward | kHoldBackward);
+}
+
+void Context::prefetch(std::int64_t next) {
+  if (next < 0 || !prefetched_.expired()) return;
+  auto unit = units_.at(static_cast<std::size_t>(next)).lock();
+  if (!unit || unit->held()) return;
+  unit->hold(kHoldPrefetch);
+  log_.add({EventKind::kPrefetch, next});
+  prefetched_ = unit;
+}
+
+// The unit holds its memory for a reason of its own now.
+void Context::arrived(UnitCore& unit) {
+  if (prefetched_.lock().get() == &unit) prefetched_.reset();
+  if (recomputed_.lock().get() == &unit) recomputed_.reset();
+  unit.drop_all_but(~unsigned{kHoldPrefetch | kHoldRecompute});
+}
+
+void Context::drop_prefetched() {
+  if (auto unit = prefetched_.lock()) unit->drop(kHoldPrefetch);
+  prefetched_.reset();
+}
+
+// A unit recomputed inside a backward stays gathered: its own backward follows, unless another unit is recomputed first.
+void Context::keep_recomputed(UnitCore* unit) {
+  auto last = recomputed_.lock();
+  recomputed_.reset();
+  if (unit != nullptr) {
+    unit->hold(kHoldRecompute);
+    recomputed_ = unit->weak_from_this();
+  }
+  if (last && last.get() != unit) last->drop(kHoldRecompute);
+}
+
+void Context::reset() {
+  log_.add({EventKind::kReset});
+  tasks_.clear();
+  in_flight_.clear();
+  completed_.clear();
+  usage_ = UsageExchange();
+  prefetched_.reset();
+  recomputed_.reset();
+  depth_ = 0;
+  for (const auto& unit : units()) {
+    unit->active_forwards = 0;
+    for (const auto& bucket : unit->buckets()) {
+      bucket->discard_gradients(pool_);
+      bucket->entered = false;
+    }
+    unit->drop_all_but(kHoldExplicit);
+  }
+}
+
+}  // namespace ragged

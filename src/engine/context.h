@@ -1,0 +1,94 @@
+#pragma once
+// What the units of one model share: memory pool, order of units, the backward under way, reductions in flight.
+//
+// When things happen (design: when): a unit is gathered at its forward's entry and at its output node in backward, released at
+// its forward's exit and at the input node of its earliest invocation in the graph that runs. The order of collectives is a
+// function of the sequence of units entered, which all ranks share. One rank, one thread at a time.
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "buffer/pool.h"
+#include "engine/event.h"
+#include "engine/gather_order.h"
+#include "engine/unit.h"
+#include "engine/usage.h"
+
+namespace ragged {
+
+class Context : public std::enable_shared_from_this<Context> {
+ public:
+  // Units are numbered in the order in which they join; `leaving` contexts are joined to this one unit by unit.
+  void add(const std::shared_ptr<UnitCore>& unit);
+  [[nodiscard]] std::vector<std::shared_ptr<UnitCore>> units() const;
+
+  [[nodiscard]] BufferPool& pool() { return pool_; }
+  [[nodiscard]] EventLog& log() { return log_; }
+
+  // --- forward, called by the language's face ---
+  [[nodiscard]] std::shared_ptr<Invocation> enter_forward(UnitCore& unit, bool outermost);
+  void leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation);
+  // unshard(): starts the gather; reshard(): lets go of everything but a forward or backward under way.
+  void unshard(UnitCore& unit);
+  void reshard(UnitCore& unit);
+
+  // --- backward, called by autograd ---
+  void enter_backward(UnitCore& unit, const Invocation& invocation);
+  void leave_backward(UnitCore& unit, const Invocation& invocation);
+  void take_gradient(UnitCore& unit, std::size_t bucket, std::size_t slot, const at::Tensor& gradient);
+
+  // Brings everything to rest after an exception inside a step: gathered memory is released, gradients not yet reduced are
+  // dropped, as are those accumulated without synchronisation.
+  void reset();
+
+ private:
+  struct Entered {
+    std::shared_ptr<UnitCore> unit;
+    std::int64_t entered_at = 0;  // of its earliest invocation in the graph
+    bool finished = false;
+  };
+  struct Task {  // one graph task of autograd: a backward(), or an inner one under reentrant checkpointing
+    int id = -1;
+    std::vector<Entered> entered;
+    bool reduced = false;
+  };
+  struct Reduction {
+    std::shared_ptr<UnitCore> unit;
+    std::size_t bucket = 0;
+    std::vector<std::uint8_t> used;
+  };
+
+  Task& task();
+  void end_task(int id);
+  void finish_later_than(Task& task, std::int64_t time);
+  void finish(Task& task, Entered& entered);
+  void reduce(Task& task, UnitCore& unit, std::size_t bucket);
+  void reduce_leftovers(Task& task);
+  void complete_reductions(std::size_t keep_in_flight);
+  void exchange_usage();
+  void settle_usage(bool whole_backward);
+  void publish_late(const std::vector<Reduction>& completed, const std::vector<std::uint8_t>& used);
+  void prefetch(std::int64_t unit);
+  void drop_prefetched();
+  void arrived(UnitCore& unit);
+  void keep_recomputed(UnitCore* unit);
+  [[nodiscard]] std::vector<std::uint8_t> usage_mask() const;
+
+  std::vector<std::weak_ptr<UnitCore>> units_;  // Python owns units
+  BufferPool pool_;
+  EventLog log_;
+  std::int64_t clock_ = 0;
+  std::int64_t depth_ = 0;
+  std::list<Task> tasks_;  // a list: hooks that run inside one may begin another
+  std::deque<Reduction> in_flight_;
+  std::vector<Reduction> completed_;  // whose unused parameters wait for the exchange
+  UsageExchange usage_;
+  GatherOrder forward_order_;
+  GatherOrder backward_order_;
+  std::weak_ptr<UnitCore> prefetched_;
+  std::weak_ptr<UnitCore> recomputed_;
+};
+
+}  // namespace ragged

@@ -1,0 +1,154 @@
+#include "engine/unit.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <tuple>
+
+#include "engine/context.h"
+#include "engine/sink.h"
+#include "ragged/error.h"
+
+namespace ragged {
+namespace {
+
+// 16 bytes of the narrowest dtype that the bucket's memory is ever read as.
+std::int64_t alignment_numel(std::initializer_list<at::ScalarType> dtypes) {
+  std::int64_t numel = 1;
+  for (auto dtype : dtypes) numel = std::max(numel, std::int64_t{16} / static_cast<std::int64_t>(c10::elementSize(dtype)));
+  return numel;
+}
+
+BucketOptions bucket_options(const UnitOptions& unit, std::size_t index, at::ScalarType dtype, std::vector<TensorSpec> specs) {
+  BucketOptions o;
+  o.owner = "unit '" + unit.name + "', bucket " + std::to_string(index);
+  o.bucket_index = static_cast<std::int64_t>(index);
+  o.mesh = unit.mesh;
+  o.device = unit.device;
+  const bool floating = c10::isFloatingType(dtype);
+  o.shard_dtype = dtype;
+  o.param_dtype = floating ? unit.param_dtype.value_or(dtype) : dtype;
+  o.reduce_dtype = floating ? unit.reduce_dtype.value_or(o.param_dtype) : dtype;
+  PlanOptions plan;
+  plan.devices = unit.mesh.dims.at(0)->size();
+  plan.alignment_numel = alignment_numel({o.shard_dtype, o.param_dtype, o.reduce_dtype});
+  o.plan = std::make_shared<Plan>(plan_bucket(specs, plan));
+  return o;
+}
+
+}  // namespace
+
+UnitCore::UnitCore(UnitOptions options, const std::vector<ParameterSpec>& parameters, std::shared_ptr<ParameterHost> host)
+    : options_(std::move(options)), host_(std::move(host)) {
+  std::map<std::pair<at::ScalarType, bool>, std::size_t> groups;
+  std::vector<std::vector<TensorSpec>> specs;
+  std::vector<at::ScalarType> dtypes;
+  for (const ParameterSpec& p : parameters) {
+    auto [it, fresh] = groups.try_emplace({p.value.scalar_type(), p.requires_grad}, specs.size());
+    if (fresh) {
+      specs.emplace_back();
+      dtypes.push_back(p.value.scalar_type());
+    }
+    auto& group = specs[it->second];
+    places_.push_back({it->second, group.size()});
+    const auto shape = p.value.sizes().vec();
+    group.push_back({p.name, shape, p.granularity.block_numel(shape)});
+  }
+  for (std::size_t b = 0; b < specs.size(); ++b) {
+    buckets_.push_back(std::make_shared<Bucket>(bucket_options(options_, b, dtypes[b], std::move(specs[b]))));
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters[i].value.is_meta()) buckets_[places_[i].bucket]->load(places_[i].slot, parameters[i].value);
+  }
+}
+
+void UnitCore::join(std::shared_ptr<Context> context, std::int64_t index) {
+  context_ = std::move(context);
+  index_ = index;
+  for (auto& bucket : buckets_) bucket->set_unit_index(index);
+}
+
+template <class F>
+void UnitCore::each_used_bucket(F f) {
+  for (auto& bucket : buckets_) f(*bucket);
+  for (auto& bucket : borrowed_) f(*bucket);
+}
+
+void UnitCore::set_leaf(std::size_t bucket, std::size_t slot, const at::Tensor& leaf) {
+  leaves_.push_back(leaf);
+  buckets_.at(bucket)->requires_grad.at(slot) = leaf.requires_grad() ? 1 : 0;
+  // The accumulator exists only for a leaf that requires grad; it survives a later freeze.
+  const bool required = leaf.requires_grad();
+  if (!required) leaf.set_requires_grad(true);
+  std::weak_ptr<UnitCore> self = weak_from_this();
+  sinks_.push_back(attach_sink(leaf, [self, bucket, slot](const at::Tensor& gradient) {
+    if (auto unit = self.lock()) unit->context()->take_gradient(*unit, bucket, slot, gradient);
+  }));
+  if (!required) leaf.set_requires_grad(false);
+}
+
+void UnitCore::set_requires_grad(std::size_t bucket, std::size_t slot, bool requires_grad) {
+  buckets_.at(bucket)->requires_grad.at(slot) = requires_grad ? 1 : 0;
+}
+
+void UnitCore::borrow(const std::shared_ptr<Bucket>& bucket) {
+  if (std::find(buckets_.begin(), buckets_.end(), bucket) != buckets_.end()) return;
+  if (std::find(borrowed_.begin(), borrowed_.end(), bucket) != borrowed_.end()) return;
+  bucket->shared = true;
+  borrowed_.push_back(bucket);
+}
+
+void UnitCore::mark_entered() {
+  each_used_bucket([](Bucket& b) { b.entered = true; });
+}
+
+void UnitCore::hold(Hold reason) {
+  const bool first = holds_ == 0;
+  holds_ |= reason;
+  if (first) each_used_bucket([&](Bucket& b) { b.add_user(context_->pool(), context_->log()); });
+}
+
+void UnitCore::drop(Hold reason) { drop_all_but(~static_cast<unsigned>(reason)); }
+
+void UnitCore::drop_all_but(unsigned reasons) {
+  if (holds_ == 0) return;
+  holds_ &= reasons;
+  if (holds_ == 0) each_used_bucket([&](Bucket& b) { b.drop_user(context_->pool(), context_->log()); });
+}
+
+void UnitCore::finish_gather() {
+  each_used_bucket([](Bucket& b) { b.finish_gather(); });
+}
+
+void UnitCore::refresh() {
+  each_used_bucket([&](Bucket& b) { b.refresh(context_->log()); });
+}
+
+std::int64_t UnitCore::generation() const {
+  std::int64_t sum = 0;
+  for (const auto& bucket : buckets_) sum += bucket->generation();
+  for (const auto& bucket : borrowed_) sum += bucket->generation();
+  return sum;
+}
+
+void UnitCore::remember(const std::shared_ptr<Invocation>& invocation) {
+  std::erase_if(invocations_, [](const auto& weak) { return weak.expired(); });
+  invocations_.push_back(invocation);
+}
+
+std::int64_t UnitCore::earliest_entry_in_graph() {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  std::int64_t earliest = std::numeric_limits<std::int64_t>::max();
+  for (const auto& weak : invocations_) {
+    auto invocation = weak.lock();
+    if (invocation && nodes != nullptr && nodes->count(invocation->output_node) != 0) {
+      earliest = std::min(earliest, invocation->entered_at);
+    }
+  }
+  return earliest;
+}
+
+}  // namespace ragged

@@ -1,0 +1,120 @@
+#pragma once
+// A unit: modules wrapped together. Its buckets are gathered and released as one.
+#include <ATen/core/TensorBody.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/boundary.h"
+#include "engine/bucket.h"
+#include "ragged/granularity.h"
+
+namespace ragged {
+
+class Context;
+
+struct ParameterSpec {
+  std::string name;
+  at::Tensor value;  // whole, on any device; on meta the shard starts as zeros
+  Granularity granularity;
+  bool requires_grad = true;
+};
+
+struct UnitOptions {
+  std::string name;
+  Mesh mesh;
+  at::Device device = at::kCPU;
+  std::optional<at::ScalarType> param_dtype;   // none: the parameter's own
+  std::optional<at::ScalarType> reduce_dtype;  // none: param_dtype
+};
+
+// What holds the gathered copy. Several may at once.
+enum Hold : unsigned {
+  kHoldForward = 1,    // inside its forward
+  kHoldKept = 2,       // reshard_after_forward is off and a backward is expected
+  kHoldBackward = 4,   // between its output node and its input node
+  kHoldExplicit = 8,   // unshard() without reshard()
+  kHoldPrefetch = 16,  // gathered ahead of its use
+  kHoldRecompute = 32  // recomputed inside a backward: its own backward follows
+};
+
+// What the language around the engine does for the sharded parameters. Called on the thread that runs backward.
+class ParameterHost {
+ public:
+  virtual ~ParameterHost() = default;
+  virtual CurrentGradients current_gradients(const UnitCore& unit, std::size_t bucket) = 0;
+  // `.grad` of these parameters of a bucket becomes (or stays) the view of the gradient shard.
+  virtual void publish(const UnitCore& unit, std::size_t bucket, const std::vector<std::int64_t>& indices) = 0;
+};
+
+class UnitCore : public std::enable_shared_from_this<UnitCore> {
+ public:
+  // Groups the parameters into buckets (same dtype, same requires_grad), plans them and keeps this rank's shards.
+  // `host` outlives the unit's last backward.
+  UnitCore(UnitOptions options, const std::vector<ParameterSpec>& parameters, std::shared_ptr<ParameterHost> host);
+
+  [[nodiscard]] const UnitOptions& options() const { return options_; }
+  [[nodiscard]] const std::string& name() const { return options_.name; }
+  [[nodiscard]] const std::shared_ptr<Context>& context() const { return context_; }
+  void join(std::shared_ptr<Context> context, std::int64_t index);
+  [[nodiscard]] std::int64_t index() const { return index_; }
+
+  // Where parameter i of the constructor's list went.
+  struct Place {
+    std::size_t bucket = 0;
+    std::size_t slot = 0;
+  };
+  [[nodiscard]] const std::vector<Place>& places() const { return places_; }
+  [[nodiscard]] const std::vector<std::shared_ptr<Bucket>>& buckets() const { return buckets_; }
+  [[nodiscard]] ParameterHost& host() const { return *host_; }
+
+  // The compute leaf of a parameter; its gradients go to the bucket from now on.
+  void set_leaf(std::size_t bucket, std::size_t slot, const at::Tensor& leaf);
+  void set_requires_grad(std::size_t bucket, std::size_t slot, bool requires_grad);
+  // Makes this unit a user of another unit's bucket: one of its parameters is tied to one of ours.
+  void borrow(const std::shared_ptr<Bucket>& bucket);
+  void mark_entered();  // its buckets take part in the backward under way
+
+  void hold(Hold reason);
+  void drop(Hold reason);
+  void drop_all_but(unsigned reasons);
+  [[nodiscard]] bool holds(Hold reason) const { return (holds_ & reason) != 0; }
+  [[nodiscard]] bool held() const { return holds_ != 0; }
+  void finish_gather();
+  void refresh();
+  [[nodiscard]] std::int64_t generation() const;
+
+  // Invocations whose output node is in the graph that runs now: which they are depends on the graph alone, not on when
+  // a dead one was collected.
+  void remember(const std::shared_ptr<Invocation>& invocation);
+  [[nodiscard]] std::int64_t earliest_entry_in_graph();
+
+  // Switches, set by the language's face at any time between steps.
+  bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  bool sync_gradients = true;
+  double divide_factor = 0.0;  // 0: the number of ranks
+
+  std::int64_t active_forwards = 0;
+
+ private:
+  template <class F>
+  void each_used_bucket(F f);
+
+  UnitOptions options_;
+  std::shared_ptr<ParameterHost> host_;
+  std::shared_ptr<Context> context_;
+  std::int64_t index_ = -1;
+  std::vector<std::shared_ptr<Bucket>> buckets_;
+  std::vector<std::shared_ptr<Bucket>> borrowed_;
+  std::vector<Place> places_;
+  std::vector<at::Tensor> leaves_;
+  std::vector<std::shared_ptr<void>> sinks_;  // keep the leaves' gradient accumulators, and so our hooks, alive
+  std::vector<std::weak_ptr<Invocation>> invocations_;
+  unsigned holds_ = 0;
+};
+
+}  // namespace ragged
