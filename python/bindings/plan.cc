@@ -28,7 +28,7 @@ void as_value(py::class_<T>& type, Fields fields, Rest... names) {
     }
     return text + ")";
   });
-  type.def(py::pickle([fields](const T& self) { return py::cast(fields(self)); },
+  type.def(py::pickle([fields](const T& self) -> py::tuple { return py::cast(fields(self)); },
                       [](const py::tuple& state) {
                         using Tuple = decltype(fields(std::declval<const T&>()));
                         return std::apply([](auto... values) { return T{std::move(values)...}; }, state.cast<Tuple>());
