@@ -1,0 +1,15 @@
+#pragma once
+// The arithmetic of reductions on CPU, in the order of the ranks: bit-equal on every rank, run and backend that uses it.
+#include <ATen/core/TensorBody.h>
+
+#include <vector>
+
+#include "ragged/comm.h"
+
+namespace ragged::comm {
+
+// out = op(parts[0], parts[1], ...), left to right, in the dtype of the parts. `out` may be the same memory as one part.
+// All parts but that one may be overwritten.
+void fold_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op);
+
+}  // namespace ragged::comm
