@@ -93,6 +93,18 @@ def listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [r if a is None else a.with_local(r) for r, a in zip(results, anchors, strict=True)]
 
 
+def index_put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """tensor[mask] = scalar, as Rprop writes it: the one element-wise case."""
+    tensor, indices, value = args[:3]
+    scalar = isinstance(value, torch.Tensor) and not is_ragged(value) and value.dim() == 0
+    mask = indices[0] if len(indices) == 1 else None
+    if not (is_ragged(tensor) and scalar and mask is not None and mask.dtype == torch.bool and mask.shape == tensor.shape):
+        raise Refused("only tensor[mask] = scalar with a mask of the tensor's shape is element-wise")
+    tensor._local_tensor.masked_fill_(local_of(mask, tensor._layout), value)
+    bump([tensor._local_tensor])
+    return tensor
+
+
 def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
     kept = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout")}
@@ -135,6 +147,7 @@ _OTHERS: dict[str, Handler] = {
     "new_ones": new_of_size,
     "new_full": new_of_size,
     "is_same_size": is_same_size,
+    "index_put_": index_put_,
     "linalg_vector_norm": _norms.vector_norm,
     "norm": _norms.norm,
     "_foreach_norm": _norms.foreach_norm,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from raggedfsdp import _C
-from raggedfsdp.tensor._layout import Layout, RaggedShard
+from raggedfsdp.tensor._layout import Layout, RaggedShard, UsageError
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
@@ -62,10 +62,11 @@ class RaggedDTensor(DTensor):
     ) -> RaggedDTensor:
         """From every rank's flat piece. One collective agrees on the lengths; an error is the same on all ranks."""
         from raggedfsdp.tensor._agree import agree_on_lengths
+        from raggedfsdp.tensor._redistribute import FromLocal
 
         layout = Layout(device_mesh, placements, shape, Granularity.elements() if granularity is None else granularity)
         agree_on_lengths(local_tensor, layout)
-        return wrap(local_tensor.detach(), layout, requires_grad=local_tensor.requires_grad)
+        return FromLocal.apply(local_tensor, layout)
 
     @property
     def granularity(self) -> Granularity:
@@ -75,6 +76,21 @@ class RaggedDTensor(DTensor):
     def extents(self) -> _C.RaggedExtents:
         """The lengths and offsets of all ranks along the ragged mesh dim."""
         return self._layout.extents
+
+    @property  # type: ignore[override]
+    def data(self) -> RaggedDTensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Values, never memory: the local piece belongs to a bucket's buffer.
+        if value.dtype != self.dtype or value.shape != self.shape:
+            raise UsageError(
+                f"RaggedDTensor.data = ...: expected {self.dtype} of shape {tuple(self.shape)}, came {value.dtype} of shape "
+                f"{tuple(value.shape)}; use module.to() or module.to_empty() to change the type"
+            )
+        with torch.no_grad():
+            self.copy_(value)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         from raggedfsdp.tensor._redistribute import ToLocal

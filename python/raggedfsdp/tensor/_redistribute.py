@@ -31,6 +31,16 @@ class ToLocal(torch.autograd.Function):
         return wrap(gradient.contiguous(), ctx.layout)
 
 
+class FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, layout: Layout) -> RaggedDTensor:
+        return wrap(local.view_as(local), layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: RaggedDTensor) -> tuple[torch.Tensor, None]:
+        return gradient._local_tensor, None
+
+
 class FullTensor(torch.autograd.Function):
     """The gradient of the whole is taken to be the same on all ranks, as DTensor does for Replicate: each keeps its piece."""
 
@@ -83,4 +93,4 @@ def redistribute(
     return Reshard.apply(tensor, target)
 
 
-__all__ = ["FullTensor", "RaggedShard", "Reshard", "ToLocal", "redistribute"]
+__all__ = ["FromLocal", "FullTensor", "RaggedShard", "Reshard", "ToLocal", "redistribute"]
