@@ -79,10 +79,11 @@ TEST_P(Redistribute, ReducesToAnyCut) {
   const float total = static_cast<float>(ranks * (ranks + 1) / 2);
   run_ranks(ranks, [&](const CommPtr& inner) {
     const CommPtr comm = make_hostile_comm(inner);
-    const at::Tensor mine = full * static_cast<float>(comm->rank() + 1);
+    const at::Tensor mine = full.mul(static_cast<float>(comm->rank() + 1));
     for (const RaggedExtents& to : cuts_of(numel, ranks)) {
       const at::Tensor before = mine.clone();
-      EXPECT_TRUE(reduce_to_ragged(mine, to, ReduceOp::kSum, *comm).wait().equal(slice_ragged(full, to, comm->rank()) * total));
+      EXPECT_TRUE(
+          reduce_to_ragged(mine, to, ReduceOp::kSum, *comm).wait().equal(slice_ragged(full, to, comm->rank()).mul(total)));
       EXPECT_TRUE(mine.equal(before));
     }
   });
@@ -91,8 +92,9 @@ TEST_P(Redistribute, ReducesToAnyCut) {
 INSTANTIATE_TEST_SUITE_P(Sizes, Redistribute,
                          ::testing::Values(Case{1, 0}, Case{1, 5}, Case{2, 0}, Case{2, 1}, Case{2, 12}, Case{3, 2}, Case{3, 12},
                                            Case{5, 17}, Case{8, 3}, Case{8, 64}),
-                         [](const auto& info) {
-                           return std::to_string(info.param.ranks) + "_ranks_" + std::to_string(info.param.numel) + "_elements";
+                         [](const auto& param_info) {
+                           return std::to_string(param_info.param.ranks) + "_ranks_" + std::to_string(param_info.param.numel) +
+                                  "_elements";
                          });
 
 std::vector<std::string> verbs(const RecordingComm& comm) {

@@ -17,8 +17,8 @@ def _fingerprint(layout: Layout) -> int:
 
 
 def _gather_rows(row: list[int], comm: _C.Comm) -> list[list[int]]:
-    table = torch.zeros(comm.size(), len(row), dtype=torch.int64)
-    table[comm.rank()] = torch.tensor(row)
+    table = torch.zeros(comm.size, len(row), dtype=torch.int64)
+    table[comm.rank] = torch.tensor(row)
     comm.all_gather(table.view(-1)).order_after()
     return table.tolist()
 
