@@ -57,6 +57,7 @@ void Bucket::start_gather(BufferPool& pool, EventLog& log) {
   gathered_.acquire(pool);
   gathered_generation_ = generation();
   gather_work_ = gathered_.all_gather_from(shard_);
+  ++gathers;
   memory_state_ = MemoryState::kGathering;
   log.add({EventKind::kGather, options_.unit_index, options_.bucket_index});
 }
@@ -72,6 +73,7 @@ void Bucket::start_reduce(CurrentGradients current, BufferPool& pool, EventLog& 
   const bool direct = overwrite_ && gradient_shard_->options().dtype == options_.reduce_dtype;
   reduce_work_ = gradient_->reduce_scatter_to(direct ? &*gradient_shard_ : nullptr);
   gradient_state_ = GradientState::kReducing;
+  ++reductions;
   log.add({EventKind::kReduce, options_.unit_index, options_.bucket_index});
 }
 
@@ -132,6 +134,7 @@ void Bucket::refresh(EventLog& log) {
   finish_gather();
   gathered_generation_ = generation();
   gather_work_ = gathered_.all_gather_from(shard_);
+  ++gathers;
   memory_state_ = MemoryState::kGathering;
   log.add({EventKind::kGather, options_.unit_index, options_.bucket_index});
 }

@@ -75,6 +75,8 @@ class Bucket {
   // Whether tensor i wants a gradient now; set from outside at each gather.
   std::vector<std::uint8_t> requires_grad;
   [[nodiscard]] bool trainable() const;
+  std::int64_t gathers = 0;  // collectives started since the counters were last cleared
+  std::int64_t reductions = 0;
   bool shared = false;  // another unit uses it too (a tied parameter): reduced only at the end of backward
   bool entered = false;  // a user took part in the backward under way
 

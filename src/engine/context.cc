@@ -64,9 +64,21 @@ void Context::leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& i
   if (unit.active_forwards > 0) --unit.active_forwards;
   if (unit.active_forwards > 0) return;
   if (!unit.reshard_after_forward && made_graph) unit.hold(kHoldKept);
-  if (inside_backward() && !unit.holds(kHoldBackward)) keep_recomputed(&unit);
+  if (inside_backward()) {
+    if (!unit.holds(kHoldBackward)) keep_recomputed(&unit);
+  } else if (unit.group_size > 1) {
+    unit.hold(kHoldGroup);
+    if (++unit.group_runs >= unit.group_size || depth_ == 0) leave_group(unit);
+  }
   unit.drop(kHoldForward);
-  if (depth_ == 0 && !inside_backward()) drop_prefetched();
+  if (depth_ > 0 || inside_backward()) return;
+  for (const auto& other : units()) leave_group(*other);
+  drop_prefetched();
+}
+
+void Context::leave_group(UnitCore& unit) {
+  unit.group_runs = 0;
+  unit.drop(kHoldGroup);
 }
 
 void Context::unshard(UnitCore& unit) {
@@ -123,6 +135,7 @@ void Context::reset() {
   depth_ = 0;
   for (const auto& unit : units()) {
     unit->active_forwards = 0;
+    unit->group_runs = 0;
     for (const auto& bucket : unit->buckets()) {
       bucket->discard_gradients(pool_);
       bucket->entered = false;

@@ -73,6 +73,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void prefetch(std::int64_t unit);
   void drop_prefetched();
   void arrived(UnitCore& unit);
+  void leave_group(UnitCore& unit);
   void keep_recomputed(UnitCore* unit);
   [[nodiscard]] std::vector<std::uint8_t> usage_mask() const;
 

@@ -38,7 +38,8 @@ enum Hold : unsigned {
   kHoldBackward = 4,   // between its output node and its input node
   kHoldExplicit = 8,   // unshard() without reshard()
   kHoldPrefetch = 16,  // gathered ahead of its use
-  kHoldRecompute = 32  // recomputed inside a backward: its own backward follows
+  kHoldRecompute = 32,  // recomputed inside a backward: its own backward follows
+  kHoldGroup = 64  // between the modules of a unit of several
 };
 
 // What the language around the engine does for the sharded parameters. Called on the thread that runs backward.
@@ -97,6 +98,10 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   bool reshard_after_backward = true;
   bool sync_gradients = true;
   double divide_factor = 0.0;  // 0: the number of ranks
+
+  // A unit of several modules stays gathered from the first one's forward to the last one's.
+  std::int64_t group_size = 1;
+  std::int64_t group_runs = 0;
 
   std::int64_t active_forwards = 0;
 

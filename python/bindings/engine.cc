@@ -1,0 +1,133 @@
+// UnitCore, Context and Invocation: the engine as the Python face drives it.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "bindings.h"
+#include "engine/context.h"
+#include "engine/unit.h"
+
+namespace ragged::bindings {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using Current = std::function<std::vector<std::optional<at::Tensor>>(std::size_t)>;
+using Publish = std::function<void(std::size_t, const std::vector<std::int64_t>&)>;
+
+// The callbacks hold weak references in Python: the unit they belong to owns this host.
+class PythonHost : public ParameterHost {
+ public:
+  PythonHost(Current current, Publish publish) : current_(std::move(current)), publish_(std::move(publish)) {}
+  CurrentGradients current_gradients(const UnitCore&, std::size_t bucket) override {
+    CurrentGradients gradients;
+    for (auto& g : current_(bucket)) gradients.push_back(g.value_or(at::Tensor()));
+    return gradients;
+  }
+  void publish(const UnitCore&, std::size_t bucket, const std::vector<std::int64_t>& indices) override {
+    publish_(bucket, indices);
+  }
+
+ private:
+  Current current_;
+  Publish publish_;
+};
+
+std::shared_ptr<UnitCore> make_unit(std::string name, CommPtr comm, at::Device device, std::optional<at::ScalarType> param_dtype,
+                                    std::optional<at::ScalarType> reduce_dtype, const std::vector<ParameterSpec>& parameters,
+                                    Current current, Publish publish) {
+  UnitOptions options{std::move(name), Mesh{{std::move(comm)}}, device, param_dtype, reduce_dtype};
+  return std::make_shared<UnitCore>(std::move(options), parameters,
+                                    std::make_shared<PythonHost>(std::move(current), std::move(publish)));
+}
+
+void bind_bucket(py::module_& m) {
+  py::class_<Bucket, std::shared_ptr<Bucket>>(m, "Bucket")
+      .def_property_readonly("plan", [](const Bucket& b) { return b.plan(); })
+      .def_property_readonly("size", &Bucket::size)
+      .def_property_readonly("shard_dtype", [](const Bucket& b) { return b.options().shard_dtype; })
+      .def_property_readonly("param_dtype", [](const Bucket& b) { return b.options().param_dtype; })
+      .def_property_readonly("reduce_dtype", [](const Bucket& b) { return b.options().reduce_dtype; })
+      .def_property_readonly("generation", &Bucket::generation)
+      .def_property_readonly("gathered", [](const Bucket& b) { return b.memory_state() != MemoryState::kSharded; })
+      .def_property_readonly("gathered_bytes", [](const Bucket& b) { return b.gathered().bytes(); })
+      .def_property_readonly("shard_bytes", [](Bucket& b) { return b.shard().bytes(); })
+      .def_property_readonly("gradient_shard_bytes", &Bucket::gradient_shard_bytes)
+      .def_property_readonly("accumulating", [](const Bucket& b) { return b.gradient_state() != GradientState::kEmpty; })
+      .def_readwrite("gathers", &Bucket::gathers)
+      .def_readwrite("reductions", &Bucket::reductions)
+      .def("shard", [](Bucket& b) { return b.shard().local(); })
+      .def("shard_view", [](Bucket& b, std::size_t i) { return b.shard().shard_view(i); }, py::arg("slot"))
+      .def("gathered_view", &Bucket::gathered_view, py::arg("slot"))
+      .def("gradient_view", &Bucket::gradient_view, py::arg("slot"))
+      .def("load", &Bucket::load, py::arg("slot"), py::arg("whole"));
+}
+
+void bind_unit(py::module_& m) {
+  py::class_<ParameterSpec>(m, "ParameterSpec")
+      .def(py::init([](std::string name, at::Tensor value, Granularity granularity, bool requires_grad) {
+             return ParameterSpec{std::move(name), std::move(value), granularity, requires_grad};
+           }),
+           py::arg("name"), py::arg("value"), py::arg("granularity"), py::arg("requires_grad"));
+  py::class_<UnitCore, std::shared_ptr<UnitCore>>(m, "UnitCore")
+      .def(py::init(&make_unit), py::arg("name"), py::arg("comm"), py::arg("device"), py::arg("param_dtype"),
+           py::arg("reduce_dtype"), py::arg("parameters"), py::arg("current_gradients"), py::arg("publish"))
+      .def_property_readonly("name", &UnitCore::name)
+      .def_property_readonly("index", &UnitCore::index)
+      .def_property_readonly("buckets", &UnitCore::buckets)
+      .def_property_readonly("places",
+                             [](const UnitCore& u) {
+                               std::vector<std::pair<std::size_t, std::size_t>> places;
+                               for (const auto& p : u.places()) places.emplace_back(p.bucket, p.slot);
+                               return places;
+                             })
+      .def_property_readonly("held", &UnitCore::held)
+      .def("set_leaf", &UnitCore::set_leaf, py::arg("bucket"), py::arg("slot"), py::arg("leaf"))
+      .def("set_requires_grad", &UnitCore::set_requires_grad, py::arg("bucket"), py::arg("slot"), py::arg("requires_grad"))
+      .def("borrow", &UnitCore::borrow, py::arg("bucket"))
+      .def("finish_gather", &UnitCore::finish_gather, NoGil())
+      .def_readwrite("reshard_after_forward", &UnitCore::reshard_after_forward)
+      .def_readwrite("reshard_after_backward", &UnitCore::reshard_after_backward)
+      .def_readwrite("sync_gradients", &UnitCore::sync_gradients)
+      .def_readwrite("divide_factor", &UnitCore::divide_factor)
+      .def_readwrite("group_size", &UnitCore::group_size);
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  bind_bucket(m);
+  bind_unit(m);
+  py::class_<Invocation, std::shared_ptr<Invocation>>(m, "Invocation")
+      .def(
+          "attach_inputs",
+          [](const std::shared_ptr<Invocation>& i, const std::vector<at::Tensor>& t) { return attach_boundary(t, i, Side::kInput); },
+          py::arg("tensors"))
+      .def(
+          "attach_outputs",
+          [](const std::shared_ptr<Invocation>& i, const std::vector<at::Tensor>& t) { return attach_boundary(t, i, Side::kOutput); },
+          py::arg("tensors"));
+  py::class_<Context, std::shared_ptr<Context>>(m, "Context")
+      .def(py::init<>())
+      .def("add", &Context::add, py::arg("unit"))
+      .def_property_readonly("units", &Context::units)
+      .def("enter_forward", &Context::enter_forward, py::arg("unit"), py::arg("outermost"), NoGil())
+      .def("leave_forward", &Context::leave_forward, py::arg("unit"), py::arg("invocation"), NoGil())
+      .def("unshard", &Context::unshard, py::arg("unit"), NoGil())
+      .def("reshard", &Context::reshard, py::arg("unit"), NoGil())
+      .def("reset", &Context::reset, NoGil())
+      .def("set_poison", [](Context& c, bool on) { c.pool().set_poison(on); }, py::arg("on"))
+      .def("clear_events", [](Context& c) { c.log().clear(); })
+      .def_property_readonly("events",
+                             [](Context& c) {
+                               std::vector<std::tuple<std::string, std::int64_t, std::int64_t>> events;
+                               for (const Event& e : c.log().events()) events.emplace_back(to_string(e.kind), e.unit, e.bucket);
+                               return events;
+                             })
+      .def_property_readonly("pool_reserved_bytes", [](Context& c) { return c.pool().reserved_bytes(); })
+      .def_property_readonly("pool_used_bytes", [](Context& c) { return c.pool().used_bytes(); })
+      .def_property_readonly("pool_peak_bytes", [](Context& c) { return c.pool().peak_used_bytes(); })
+      .def("reset_pool_peak", [](Context& c) { c.pool().reset_peak(); });
+}
+
+}  // namespace ragged::bindings
