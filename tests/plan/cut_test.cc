@@ -26,7 +26,9 @@ void expect_reproduces(const Plan& plan, std::size_t i) {
   std::int64_t at = 0;
   for (std::int64_t rank = 0; rank < plan.devices; ++rank) {
     EXPECT_EQ(plan.owned(i, rank).numel(), cut.local_units[rank] * unit_numel);
-    if (cut.local_units[rank] > 0) EXPECT_EQ(plan.owned(i, rank).begin, at);
+    if (cut.local_units[rank] > 0) {
+      EXPECT_EQ(plan.owned(i, rank).begin, at);
+    }
     at += cut.local_units[rank] * unit_numel;
   }
 }
