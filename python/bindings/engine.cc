@@ -60,6 +60,7 @@ void bind_bucket(py::module_& m) {
       .def("shard_view", [](Bucket& b, std::size_t i) { return b.shard().shard_view(i); }, py::arg("slot"))
       .def("gathered_view", &Bucket::gathered_view, py::arg("slot"))
       .def("gradient_view", &Bucket::gradient_view, py::arg("slot"))
+      .def("materialize", &Bucket::materialize)
       .def("load", &Bucket::load, py::arg("slot"), py::arg("whole"));
 }
 

@@ -33,7 +33,11 @@ at::Tensor SwappableStorage::tensor(std::int64_t offset_numel, at::IntArrayRef s
     stride *= std::max<std::int64_t>(shape[d], 1);
   }
   auto made = at::empty({0}, at::TensorOptions().dtype(dtype).device(device_));
+  // set_ asks the storage for its device, which counts as an access.
+  auto* impl = storage_.unsafeGetStorageImpl();
+  if (!attached_) compat::allow_data_access(*impl);
   made.set_(storage_, offset_numel, shape, strides);
+  if (!attached_) compat::forbid_data_access(*impl, released_message_);
   return made;
 }
 

@@ -34,7 +34,6 @@ Bucket::Bucket(BucketOptions options)
     : options_(std::move(options)),
       shard_(buffer_options(options_, BufferPlacement::kShard, options_.shard_dtype, "")),
       gathered_(buffer_options(options_, BufferPlacement::kReplicate, options_.param_dtype, "")) {
-  shard_.allocate();
   requires_grad.assign(size(), 1);
   used_.assign(size(), 0);
 }
@@ -43,8 +42,13 @@ bool Bucket::trainable() const {
   return std::any_of(requires_grad.begin(), requires_grad.end(), [](std::uint8_t r) { return r != 0; });
 }
 
+void Bucket::materialize() {
+  if (!shard_.has_memory()) shard_.allocate();
+}
+
 void Bucket::load(std::size_t i, const at::Tensor& whole) {
   at::NoGradGuard no_grad;
+  materialize();
   const Interval owned = plan().owned(i, options_.mesh.dims[0]->rank());
   if (owned.numel() == 0) return;
   shard_.shard_view(i).copy_(whole.detach().reshape({-1}).narrow(0, owned.begin, owned.numel()));

@@ -49,6 +49,8 @@ class Bucket {
   // Shards. `load` copies this rank's part of a whole tensor i into the shard.
   [[nodiscard]] DBuffer& shard() { return shard_; }
   void load(std::size_t i, const at::Tensor& whole);
+  // Takes the shard's memory (zeros) if it has none yet: a model on the meta device has none before it is materialised.
+  void materialize();
   [[nodiscard]] std::int64_t generation() const { return shard_.generation(); }
 
   // Memory machine. Users are units that hold the gathered copy; it is released after the last one.

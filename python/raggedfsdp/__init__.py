@@ -1,0 +1,41 @@
+"""RaggedFSDP: train PyTorch models fully sharded, with shards that never cut a block.
+
+The names are those of PyTorch's FSDP2: a training loop written for it runs after changing the import.
+"""
+
+from __future__ import annotations
+
+import torch  # noqa: F401  (loads the libraries that the extension links to)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from raggedfsdp import _C
+from raggedfsdp._version_check import check_torch
+
+check_torch(_C.BUILT_FOR_TORCH)
+
+from raggedfsdp._C import CommError, Granularity, InternalError, RaggedShard, UsageError  # noqa: E402
+from raggedfsdp._fully_shard import fully_shard  # noqa: E402
+from raggedfsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method  # noqa: E402
+from raggedfsdp.state_dict import full_state_dict, load_full_state_dict  # noqa: E402
+from raggedfsdp.tensor import RaggedDTensor, distribute_tensor  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CommError",
+    "FSDPModule",
+    "Granularity",
+    "InternalError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "RaggedDTensor",
+    "RaggedShard",
+    "UnshardHandle",
+    "UsageError",
+    "distribute_tensor",
+    "full_state_dict",
+    "fully_shard",
+    "load_full_state_dict",
+    "register_fsdp_forward_method",
+]

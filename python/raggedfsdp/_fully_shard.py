@@ -1,0 +1,175 @@
+"""fully_shard: FSDP2's signature, plus the granularity of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from raggedfsdp import _C
+from raggedfsdp._module import make_fsdp_module
+from raggedfsdp._parameters import Slot, owner_of
+from raggedfsdp._state import UnitState, unit_of, units_in
+from raggedfsdp.comm import comm_for
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ParamPolicy = Callable[[str, torch.Size], _C.Granularity]
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen; FSDP2's signature)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    orig_param_policy: ParamPolicy | None = None,
+) -> Any:
+    """Shards the parameters of `module` that no earlier call on a submodule took, as one unit; call it bottom-up.
+
+    Args:
+        module: a module, or several that form one unit. Changed in place: its class becomes `FSDP<class>`.
+        mesh: a 1-D device mesh; by default all ranks.
+        reshard_after_forward: whether gathered parameters are released between forward and backward. None: True, except for
+            the outermost unit.
+        mp_policy: dtypes of compute, reduction and outputs.
+        ignored_params: left alone.
+        orig_param_policy: `fn(name, shape) -> Granularity`: what no shard boundary may cut. By default any element may begin
+            a shard.
+
+    Returns `module`. Raises UsageError on bad input, NotImplementedError for what is named but not built yet.
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    _check_arguments(modules, reshard_after_forward, shard_placement_fn, offload_policy)
+    mesh = mesh if mesh is not None else _default_mesh()
+    if mesh.ndim != 1:
+        raise NotImplementedError(f"fully_shard: a mesh of {mesh.ndim} dims is not supported yet; pass a 1-D mesh")
+    device = _device_of(mesh)
+    names = _names_of(modules)
+    state = UnitState(names[id(modules[0])] or type(modules[0]).__name__, modules, mesh, mp_policy)
+    own, borrowed = _collect(modules, ignored_params or set())
+    policy = orig_param_policy or (lambda name, shape: _C.Granularity.elements())
+    originals = [(name, p, slots, _granularity(policy, name, p)) for name, p, slots in own]
+    state.build(comm_for(mesh), device, originals)
+    for slot, parameter in borrowed:
+        state.borrow(slot, parameter)
+    _move_buffers(modules, device)
+    state.force_shards()
+    state.auto_reshard = reshard_after_forward is None
+    state.core.reshard_after_forward = bool(reshard_after_forward) if reshard_after_forward is not None else True
+    state.attach_hooks()
+    for m in modules:
+        m.__dict__["_ragged_unit"] = state
+        make_fsdp_module(m)
+    _join(state, modules)
+    return module
+
+
+def _check_arguments(modules: list[nn.Module], reshard: Any, placement_fn: Any, offload: Any) -> None:
+    if not modules:
+        raise _C.UsageError("fully_shard: an empty list of modules; pass at least one")
+    for m in modules:
+        if not isinstance(m, nn.Module):
+            raise _C.UsageError(f"fully_shard: expected an nn.Module or a list of them, came {type(m).__name__}")
+        if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and type(m).forward in (nn.ModuleList.forward, nn.ModuleDict.forward):
+            raise _C.UsageError(f"fully_shard: {type(m).__name__} has no forward, so it cannot be a unit; wrap its members")
+        if unit_of(m) is not None:
+            raise _C.UsageError(f"fully_shard: {type(m).__name__} is wrapped already; each module can be wrapped once")
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
+        raise NotImplementedError("fully_shard: reshard_after_forward as a number is not supported yet; pass True or False")
+    if placement_fn is not None:
+        raise NotImplementedError("fully_shard: shard_placement_fn is not supported yet; use orig_param_policy")
+    if isinstance(offload, CPUOffloadPolicy):
+        raise NotImplementedError(
+            "fully_shard: CPUOffloadPolicy is not supported: shards, gathers and reductions live on the mesh's device"
+        )
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise _C.UsageError(
+            "fully_shard: there is no process group; start with torchrun and call torch.distributed.init_process_group() "
+            "first, or pass a mesh"
+        )
+    backend = dist.get_backend()
+    device_type = "cpu" if "gloo" in backend or backend == "fake" else torch._C._get_accelerator().type
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _names_of(modules: list[nn.Module]) -> dict[int, str]:
+    """Names for messages; the callers' own prefix is not known here and is filled in when a parent is wrapped."""
+    return {id(m): "" for m in modules}
+
+
+def _granularity(policy: ParamPolicy, name: str, parameter: nn.Parameter) -> _C.Granularity:
+    granularity = policy(name, parameter.shape)
+    if not isinstance(granularity, _C.Granularity):
+        raise _C.UsageError(
+            f"fully_shard: orig_param_policy returned {granularity!r} for parameter '{name}'; expected a Granularity such as "
+            "Granularity.rows(32)"
+        )
+    return granularity
+
+
+def _collect(
+    modules: list[nn.Module], ignored: set[nn.Parameter]
+) -> tuple[list[tuple[str, nn.Parameter, list[Slot]]], list[tuple[Slot, Any]]]:
+    """The parameters this unit takes, each with all its slots, and the slots tied to parameters of other units."""
+    skip = {id(p) for p in ignored}
+    own: dict[int, tuple[str, nn.Parameter, list[Slot]]] = {}
+    borrowed: list[tuple[Slot, Any]] = []
+    seen: set[tuple[int, str]] = set()
+    for root in modules:
+        for prefix, m in root.named_modules(remove_duplicate=False):
+            for name, p in m._parameters.items():
+                if p is None or id(p) in skip or (id(m), name) in seen:
+                    continue
+                seen.add((id(m), name))
+                slot = Slot(m, name)
+                owner = owner_of(p)
+                if owner is not None:
+                    taken = owner.slots + [s for u in units_in(root) for s, q in u.borrowed if q is owner]
+                    if not any(s.module is m and s.name == name for s in taken):
+                        borrowed.append((slot, owner))
+                    continue
+                own.setdefault(id(p), (f"{prefix}.{name}".lstrip("."), p, []))[2].append(slot)
+    for name, p, _ in own.values():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise _C.UsageError(f"fully_shard: parameter '{name}' is lazy and has no shape yet; run a forward first")
+    return list(own.values()), borrowed
+
+
+def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
+    for root in modules:
+        for m in root.modules():
+            for name, buffer in m._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
+                    m._buffers[name] = buffer.to(device)
+
+
+def _join(state: UnitState, modules: list[nn.Module]) -> None:
+    """One context for this unit and all units below it; this one is the outermost now."""
+    below = [u for m in modules for u in units_in(m) if u is not state]
+    context = _C.Context()
+    for unit in [*below, state]:
+        if unit is not state and unit.core.held:
+            raise _C.UsageError(f"fully_shard: unit '{unit.name}' is unsharded; call reshard() on it before wrapping a parent")
+        context.add(unit.core)
+        unit.context = context
+        unit.is_root = unit is state
+        if unit.auto_reshard:
+            unit.core.reshard_after_forward = unit is not state

@@ -1,0 +1,100 @@
+"""The two objects of a parameter, and the slots of modules that show one or the other.
+
+The *sharded* parameter is a RaggedDTensor over the flat shard: what optimisers and state dicts hold. The *leaf* is an
+nn.Parameter over pool memory: what compute uses. Neither is ever held by a weakref, nor the sharded one by C++: either would
+make `module.double()` and `to_empty()` fail (they swap the tensors' insides).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from raggedfsdp import _C
+from raggedfsdp.tensor import RaggedDTensor
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_OWNER = "_ragged_parameter"  # on original and sharded parameters: finds ties without a table of ids
+
+
+@dataclass(eq=False)
+class Slot:
+    """One name of one module under which a parameter is registered."""
+
+    module: nn.Module
+    name: str
+
+    def __post_init__(self) -> None:
+        # Modules that override __setattr__ (RNNs keep a flat list of their weights) must be told.
+        self._plain = type(self.module).__setattr__ is nn.Module.__setattr__
+
+    def get(self) -> nn.Parameter | None:
+        return self.module._parameters.get(self.name)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        if self._plain:
+            self.module._parameters[self.name] = parameter
+        else:
+            setattr(self.module, self.name, parameter)
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """A parameter in its bucket."""
+
+    name: str
+    granularity: _C.Granularity
+    unit: Any  # the UnitState that owns it
+    slots: list[Slot]
+    bucket: int = -1
+    slot: int = -1
+    sharded: nn.Parameter = field(init=False)
+    leaf: nn.Parameter = field(init=False)
+    local: torch.Tensor = field(init=False)  # this rank's view of the flat shard
+    gradient: RaggedDTensor | None = None  # over the gradient shard, made once
+
+    def build(self, original: nn.Parameter, core: _C.UnitCore, mesh: DeviceMesh, placement: _C.RaggedShard) -> None:
+        bucket = core.buckets[self.bucket]
+        self.local = bucket.shard_view(self.slot)
+        shown = torch.empty_like(self.local, device="meta") if original.is_meta else self.local
+        tensor = RaggedDTensor.from_shard(shown, mesh, [placement], original.shape, granularity=self.granularity)
+        self.sharded = nn.Parameter(tensor, requires_grad=original.requires_grad)
+        self.leaf = nn.Parameter(bucket.gathered_view(self.slot), requires_grad=original.requires_grad)
+        attributes = {k: v for k, v in original.__dict__.items() if k != _OWNER}
+        self.sharded.__dict__.update(attributes)
+        self.leaf.__dict__.update(attributes)
+        if self.sharded.dtype.is_floating_point and bucket.reduce_dtype != bucket.shard_dtype:
+            # bf16 shards with fp32 reduction have fp32 gradients (torch refuses them otherwise).
+            self.sharded.grad_dtype = None
+        setattr(self.sharded, _OWNER, self)
+        setattr(original, _OWNER, self)
+        core.set_leaf(self.bucket, self.slot, self.leaf)
+
+    def publish_gradient(self, core: _C.UnitCore) -> None:
+        """`.grad` becomes the view of the gradient shard; hooks for a finished gradient run."""
+        if self.gradient is None:
+            self.gradient = self.sharded.data.with_local(core.buckets[self.bucket].gradient_view(self.slot))
+        if self.sharded.grad is not self.gradient:
+            self.sharded.grad = self.gradient
+        hooks = self.sharded._post_accumulate_grad_hooks
+        if hooks:
+            for hook in tuple(hooks.values()):
+                hook(self.sharded)
+
+    def current_gradient(self) -> torch.Tensor | None:
+        """What `.grad` holds, as this rank's flat part."""
+        gradient = self.sharded.grad
+        if gradient is None or gradient is self.gradient:
+            return None if gradient is None else self.gradient._local_tensor  # type: ignore[union-attr]
+        if isinstance(gradient, RaggedDTensor):
+            return gradient._local_tensor
+        return self.sharded._layout.slice_of(gradient)
+
+
+def owner_of(parameter: nn.Parameter) -> ShardedParameter | None:
+    """The sharded parameter that `parameter` is, or was turned into."""
+    return getattr(parameter, _OWNER, None)

@@ -1,0 +1,236 @@
+"""A unit in Python: which slots show what, and the hooks around its modules' forwards."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from raggedfsdp import _C
+from raggedfsdp._parameters import ShardedParameter, Slot, owner_of
+from raggedfsdp._tree import map_tensors
+from raggedfsdp.tensor import RaggedDTensor
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class UnitState:
+    """What one call of fully_shard made. Modules hold it; it holds the C++ unit."""
+
+    def __init__(self, name: str, modules: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+        self.name = name
+        self.modules = tuple(modules)
+        self.mesh = mesh
+        self.policy = policy
+        self.parameters: list[ShardedParameter] = []
+        self.borrowed: list[tuple[Slot, ShardedParameter]] = []  # slots tied to parameters of other units
+        self.is_root = True
+        self.auto_reshard = False
+        self.core: _C.UnitCore
+        self.context: _C.Context
+        self.shows_leaves = 0
+        self._invocations: list[_C.Invocation] = []
+        self._by_bucket: list[list[ShardedParameter]] = []
+
+    # --- making ---
+
+    def build(
+        self,
+        comm: _C.Comm,
+        device: torch.device,
+        originals: Sequence[tuple[str, nn.Parameter, list[Slot], _C.Granularity]],
+    ) -> None:
+        specs = [_C.ParameterSpec(name, p.detach(), granularity, p.requires_grad) for name, p, _, granularity in originals]
+        weak = weakref.ref(self)  # C++ must not own us: a cycle through it would never be collected
+        self.core = _C.UnitCore(
+            self.name,
+            comm,
+            device,
+            self.policy.param_dtype,
+            self.policy.reduce_dtype,
+            specs,
+            lambda bucket: weak()._current_gradients(bucket),  # type: ignore[union-attr]
+            lambda bucket, indices: weak()._publish(bucket, indices),  # type: ignore[union-attr]
+        )
+        self._by_bucket = [[] for _ in self.core.buckets]
+        for (name, original, slots, granularity), (bucket, slot) in zip(originals, self.core.places, strict=True):
+            parameter = ShardedParameter(name, granularity, self, slots, bucket, slot)
+            cut = _C.ragged_cut(self.core.buckets[bucket].plan, slot)
+            parameter.build(original, self.core, self.mesh, _C.RaggedShard(cut.dims, cut.local_units))
+            self.parameters.append(parameter)
+            self._by_bucket[bucket].append(parameter)
+        for bucket in self._by_bucket:
+            bucket.sort(key=lambda p: p.slot)
+
+    def borrow(self, slot: Slot, parameter: ShardedParameter) -> None:
+        """A slot of our modules holds a parameter that another unit owns."""
+        self.borrowed.append((slot, parameter))
+        self.core.borrow(parameter.unit.core.buckets[parameter.bucket])
+
+    def attach_hooks(self) -> None:
+        self.core.group_size = len(self.modules)
+        for module in self.modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            # Also after an exception (an early stop of a recompute is one): the slots must not keep the leaves.
+            module.register_forward_hook(self._post_forward, always_call=True)
+
+    # --- slots ---
+
+    def show_leaves(self) -> None:
+        self.shows_leaves += 1
+        if self.shows_leaves > 1:
+            return
+        for parameter in self.parameters:
+            for slot in parameter.slots:
+                slot.put(parameter.leaf)
+        for slot, parameter in self.borrowed:
+            slot.put(parameter.leaf)
+
+    def show_shards(self) -> None:
+        self.shows_leaves = max(0, self.shows_leaves - 1)
+        if self.shows_leaves == 0:
+            self.force_shards()
+
+    def force_shards(self) -> None:
+        self.shows_leaves = 0
+        for parameter in self.parameters:
+            for slot in parameter.slots:
+                slot.put(parameter.sharded)
+        for slot, parameter in self.borrowed:
+            slot.put(parameter.sharded)
+
+    def adopt(self) -> None:
+        """Takes over what happened to the sharded parameters outside: replaced, re-made, frozen."""
+        if self.shows_leaves:
+            return
+        for parameter in self.parameters:
+            current = parameter.slots[0].get()
+            if current is not parameter.sharded:
+                self._adopt_replacement(parameter, current)
+            if parameter.sharded._local_tensor is not parameter.local:
+                self._adopt_values(parameter)
+            if parameter.sharded.requires_grad != parameter.leaf.requires_grad:
+                parameter.leaf.requires_grad_(parameter.sharded.requires_grad)
+                self.core.set_requires_grad(parameter.bucket, parameter.slot, parameter.sharded.requires_grad)
+
+    def _adopt_replacement(self, parameter: ShardedParameter, current: nn.Parameter | None) -> None:
+        if current is None or current.shape != parameter.sharded.shape:
+            came = "nothing" if current is None else f"a parameter of shape {tuple(current.shape)}"
+            raise _C.UsageError(
+                f"unit '{self.name}': parameter '{parameter.name}' of shape {tuple(parameter.sharded.shape)} was replaced by "
+                f"{came}; a wrapped parameter may get new values but not a new shape"
+            )
+        with torch.no_grad():
+            if isinstance(current, RaggedDTensor) and isinstance(current, nn.Parameter):
+                replacement = current
+            else:
+                layout = parameter.sharded._layout
+                local = layout.slice_of(current.detach()).to(parameter.local.dtype)
+                replacement = nn.Parameter(
+                    parameter.sharded.data.with_local(local), requires_grad=current.requires_grad
+                )
+        replacement.__dict__.update(parameter.sharded.__dict__)
+        parameter.sharded = replacement
+        for slot in parameter.slots:
+            slot.put(replacement)
+
+    def _adopt_values(self, parameter: ShardedParameter) -> None:
+        local = parameter.sharded._local_tensor
+        expected = parameter.local
+        if local.is_meta:
+            raise _C.UsageError(
+                f"unit '{self.name}': parameter '{parameter.name}' is still on the meta device; call model.to_empty(device=...) "
+                "and initialise it before its first use"
+            )
+        if local.dtype != expected.dtype or local.device != expected.device or local.shape != expected.shape:
+            raise _C.UsageError(
+                f"unit '{self.name}': parameter '{parameter.name}' changed from {expected.dtype} on {expected.device} "
+                f"({expected.numel()} elements here) to {local.dtype} on {local.device} ({local.numel()} elements here); "
+                "change dtype and device before fully_shard"
+            )
+        self.core.buckets[parameter.bucket].materialize()
+        with torch.no_grad():
+            expected.copy_(local)
+        parameter.sharded._local_tensor = expected
+
+    # --- what the C++ side asks for in backward ---
+
+    def _current_gradients(self, bucket: int) -> list[torch.Tensor | None]:
+        gradients = [p.current_gradient() for p in self._by_bucket[bucket]]
+        return [] if all(g is None for g in gradients) else gradients
+
+    def _publish(self, bucket: int, indices: list[int]) -> None:
+        parameters = self._by_bucket[bucket]
+        for i in indices:
+            parameters[i].publish_gradient(self.core)
+
+    # --- forward ---
+
+    @torch.compiler.disable
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.adopt()
+        for _, parameter in self.borrowed:
+            parameter.unit.adopt()
+        invocation = self.context.enter_forward(self.core, self.is_root)
+        self._invocations.append(invocation)
+        self.show_leaves()
+        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+            args, kwargs = map_tensors(functools.partial(_cast, self.policy.param_dtype), (args, kwargs))
+        return _through(invocation.attach_inputs, (args, kwargs))
+
+    @torch.compiler.disable
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._invocations:
+            return output  # our pre-hook did not get as far
+        invocation = self._invocations.pop()
+        try:
+            if self.policy.output_dtype is not None:
+                output = map_tensors(functools.partial(_cast, self.policy.output_dtype), output)
+            return _through(invocation.attach_outputs, output)
+        finally:
+            self.show_shards()
+            self.context.leave_forward(self.core, invocation)
+
+    def reset(self) -> None:
+        self._invocations.clear()
+        self.force_shards()
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+def _through(attach: Callable[[list[torch.Tensor]], list[torch.Tensor]], value: Any) -> Any:
+    """`value` with its tensors that require grad behind one boundary node."""
+    if not torch.is_grad_enabled():
+        return value
+    tracked: dict[int, torch.Tensor] = {}
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tracked[id(tensor)] = tensor
+        return tensor
+
+    map_tensors(collect, value)
+    if not tracked:
+        return value
+    behind = dict(zip(tracked, attach(list(tracked.values())), strict=True))
+    return map_tensors(lambda t: behind.get(id(t), t), value)
+
+
+def unit_of(module: nn.Module) -> UnitState | None:
+    return module.__dict__.get("_ragged_unit")
+
+
+def units_in(module: nn.Module) -> list[UnitState]:
+    """The units of a model, each once, in the order of its modules."""
+    found = {id(state): state for m in module.modules() if (state := unit_of(m)) is not None}
+    return list(found.values())
+
+
+__all__ = ["UnitState", "owner_of", "unit_of", "units_in"]

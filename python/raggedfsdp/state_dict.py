@@ -1,0 +1,72 @@
+"""Whole state dicts out of sharded models, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from raggedfsdp import _C
+from raggedfsdp._state import units_in
+from raggedfsdp.tensor import RaggedDTensor
+from torch import nn
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
+    """The unsharded model's state dict: plain tensors, its keys and shapes. A collective: call it on every rank.
+
+    With `rank0_only` the other ranks take part but return an empty dict.
+    """
+    result: dict[str, Any] = {}
+    keep = not rank0_only or _rank(model) == 0
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            whole = value.full_tensor() if isinstance(value, RaggedDTensor) else value
+            if keep:
+                result[key] = whole.clone() if whole is value and isinstance(whole, torch.Tensor) else whole
+    return result
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, rank0_only: bool = False, strict: bool = True) -> Any:
+    """Loads what `full_state_dict` returned. With `rank0_only` only rank 0 passes it and the others receive their parts.
+
+    A collective with `rank0_only`. Returns what `load_state_dict` returns; raises the same error on every rank.
+    """
+    if not rank0_only:
+        return model.load_state_dict(dict(state), strict=strict)
+    comm = _comm(model)
+    targets = model.state_dict()
+    have = torch.tensor([1 if key in state else 0 for key in targets] if comm.rank == 0 else [0] * len(targets), dtype=torch.uint8)
+    comm.broadcast(have, 0).order_after()
+    missing = [key for key, there in zip(targets, have.tolist(), strict=True) if not there]
+    if missing and strict:
+        raise _C.UsageError(f"load_full_state_dict: rank 0 has no values for {', '.join(missing)}; pass strict=False to skip them")
+    received = {key: _broadcast(comm, key, value, state.get(key)) for key, value in targets.items() if key not in missing}
+    return model.load_state_dict(received, strict=strict)
+
+
+def _broadcast(comm: Any, key: str, target: Any, value: Any) -> Any:
+    # A flag first, so that a wrong shape is everybody's error and not a hang.
+    wrong = torch.tensor([0 if comm.rank != 0 or value.shape == target.shape else 1], dtype=torch.uint8)
+    comm.broadcast(wrong, 0).order_after()
+    if wrong.item():
+        raise _C.UsageError(f"load_full_state_dict: '{key}' must have shape {tuple(target.shape)}; rank 0 passed another one")
+    local = target._local_tensor if isinstance(target, RaggedDTensor) else target
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+    if comm.rank == 0:
+        whole.copy_(value)
+    comm.broadcast(whole.view(-1), 0).order_after()
+    return whole
+
+
+def _comm(model: nn.Module) -> Any:
+    from raggedfsdp.comm import comm_for
+
+    units = units_in(model)
+    if not units:
+        raise _C.UsageError(f"{type(model).__name__} has no unit: call fully_shard first")
+    return comm_for(units[0].mesh)
+
+
+def _rank(model: nn.Module) -> int:
+    return int(_comm(model).rank)
