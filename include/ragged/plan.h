@@ -21,7 +21,8 @@ struct TensorSpec {
   bool operator==(const TensorSpec&) const = default;
 };
 
-enum class Order { kDefault, kNumel, kBlock, kShape };
+// In which order tensors lie: the caller's, by descending numel, block or shape, or found by search.
+enum class Order { kDefault, kNumel, kBlock, kShape, kSearch };
 
 struct PlanOptions {
   std::int64_t devices = 1;
@@ -48,6 +49,8 @@ struct Plan {
   [[nodiscard]] std::int64_t global_numel() const { return devices * shard_numel; }
   [[nodiscard]] std::int64_t useful_numel() const;
   [[nodiscard]] std::int64_t padding_numel() const { return global_numel() - useful_numel(); }
+  // How much of the padding a better plan could still save, at most. 0 is a proof that there is none.
+  [[nodiscard]] std::int64_t gap_numel() const { return devices * (shard_numel - bound_shard_numel); }
   // The elements of tensor i that `rank` owns, counted from the tensor's first element; empty is {x, x}.
   [[nodiscard]] Interval owned(std::size_t i, std::int64_t rank) const;
   // The gaps between tensors and at the end, as intervals of the global buffer, ascending, none empty.

@@ -19,6 +19,8 @@ const char* order_name(Order order) {
       return "block";
     case Order::kShape:
       return "shape";
+    case Order::kSearch:
+      return "search";
   }
   return "?";
 }

@@ -1,28 +1,38 @@
 #include "plan/order.h"
 
 #include <algorithm>
-#include <numeric>
+
+#include "ragged/error.h"
 
 namespace ragged::plan_detail {
 
-std::vector<std::size_t> ordered(std::span<const TensorSpec> tensors, std::span<const Item> items, Order order) {
-  std::vector<std::size_t> places(items.size());
-  std::iota(places.begin(), places.end(), std::size_t{0});
-  const auto sort = [&](auto before) { std::ranges::stable_sort(places, before); };
-  switch (order) {
-    case Order::kDefault:
-      break;
-    case Order::kNumel:
-      sort([&](std::size_t a, std::size_t b) { return items[a].numel > items[b].numel; });
-      break;
-    case Order::kBlock:
-      sort([&](std::size_t a, std::size_t b) { return items[a].block_numel > items[b].block_numel; });
-      break;
-    case Order::kShape:
-      sort([&](std::size_t a, std::size_t b) { return tensors[a].shape > tensors[b].shape; });
-      break;
+namespace {
+
+bool precedes(const Kind& a, const Kind& b, Order order) {
+  if (order == Order::kNumel) return a.item.numel > b.item.numel;
+  if (order == Order::kBlock) return a.item.block_numel > b.item.block_numel;
+  if (order == Order::kShape) return std::ranges::lexicographical_compare(b.shape, a.shape);
+  throw InternalError("plan: an order that is not named");
+}
+
+}  // namespace
+
+std::vector<Step> steps_of(const Problem& problem, Order order) {
+  if (order == Order::kDefault) return problem.given;
+  std::vector<Step> steps;
+  for (std::size_t kind = 0; kind < problem.kinds.size(); ++kind) {
+    steps.push_back({kind, static_cast<std::int64_t>(problem.kinds[kind].members.size())});
   }
-  return places;
+  std::ranges::stable_sort(
+      steps, [&](const Step& a, const Step& b) { return precedes(problem.kinds[a.kind], problem.kinds[b.kind], order); });
+  return steps;
+}
+
+std::vector<Run> runs_of(const Problem& problem, std::span<const Step> steps) {
+  std::vector<Run> runs;
+  runs.reserve(steps.size());
+  for (const auto& step : steps) runs.push_back({problem.kinds[step.kind].item, step.count});
+  return runs;
 }
 
 }  // namespace ragged::plan_detail

@@ -1,14 +1,17 @@
 #pragma once
-// The orders that are tried, as permutations of tensor indices.
-#include <cstddef>
+// The named orders that are tried.
 #include <span>
 #include <vector>
 
-#include "plan/spec.h"
+#include "plan/place.h"
+#include "plan/problem.h"
+#include "ragged/plan.h"
 
 namespace ragged::plan_detail {
 
-// Index of the tensor at each place. Ties keep the caller's order.
-[[nodiscard]] std::vector<std::size_t> ordered(std::span<const TensorSpec> tensors, std::span<const Item> items, Order order);
+// Every order but kDefault keeps tensors of one kind together; ties keep the caller's order. Not for kSearch.
+[[nodiscard]] std::vector<Step> steps_of(const Problem& problem, Order order);
+
+[[nodiscard]] std::vector<Run> runs_of(const Problem& problem, std::span<const Step> steps);
 
 }  // namespace ragged::plan_detail

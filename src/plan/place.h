@@ -1,8 +1,8 @@
 #pragma once
-// Whether tensors in a fixed order fit shards of a fixed size.
+// Where tensors in a fixed order come to lie in shards of a fixed size.
+#include <compare>
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "plan/spec.h"
 
@@ -16,10 +16,25 @@ struct Shards {
   std::int64_t regime_numel = 1;
 };
 
-// Places each item at its earliest valid start, which is exact. shard_numel must be positive unless every item is empty.
-[[nodiscard]] bool fits(std::span<const Item> ordered, const Shards& shards);
+// `count` identical tensors, one after the other.
+struct Run {
+  Item item;
+  std::int64_t count = 1;
+};
 
-// The offsets of a placement that fits, in the same order.
-[[nodiscard]] std::vector<std::int64_t> place(std::span<const Item> ordered, const Shards& shards);
+// `used` elements into a shard. A pair, so that nothing overflows however many devices there are. Smaller is never worse:
+// whatever can follow a position can follow every smaller one.
+struct Position {
+  std::int64_t shard = 0;
+  std::int64_t used = 0;
+  auto operator<=>(const Position&) const = default;
+};
+
+// Moves past the run, each tensor at its earliest valid start, which is exact. False if it does not fit the devices; the
+// position is meaningless then. shard_numel is positive.
+[[nodiscard]] bool advance(Position& position, const Run& run, const Shards& shards);
+
+// From the start of the buffer.
+[[nodiscard]] bool fits(std::span<const Run> runs, const Shards& shards);
 
 }  // namespace ragged::plan_detail

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "plan/bound.h"
 #include "plan/checked.h"
 
 namespace ragged::plan_detail {
@@ -12,10 +13,10 @@ namespace {
 constexpr std::size_t kMaxRegimes = 64;
 
 // Blocks of the tensors long enough to contain a whole shard, by tensor numel descending, each once.
-std::vector<std::int64_t> spanning_blocks(std::span<const Item> items, std::int64_t low) {
+std::vector<std::int64_t> spanning_blocks(std::span<const Kind> kinds, std::int64_t low) {
   std::vector<Item> large;
-  for (const auto& item : items) {
-    if (item.numel > low) large.push_back(item);
+  for (const auto& kind : kinds) {
+    if (kind.item.numel > low) large.push_back(kind.item);
   }
   std::ranges::sort(large, [](const Item& a, const Item& b) {
     return a.numel != b.numel ? a.numel > b.numel : a.block_numel < b.block_numel;
@@ -42,16 +43,37 @@ std::vector<std::int64_t> prefix_multiples(std::span<const std::int64_t> blocks,
   return multiples;
 }
 
+// Tensors that may not contain a shard keep the shard above their halves.
+Regime regime_of(std::span<const Kind> kinds, std::int64_t multiple, std::int64_t low) {
+  for (const auto& kind : kinds) {
+    if (multiple % kind.item.block_numel != 0) low = std::max(low, smallest_uncontained_shard(kind.item));
+  }
+  return {multiple, low};
+}
+
+// Every lcm of the alignment with some of the blocks, or nothing if there are too many.
+std::vector<std::int64_t> all_multiples(std::span<const std::int64_t> blocks, std::int64_t alignment, std::int64_t high) {
+  std::vector<std::int64_t> multiples = {alignment};
+  for (const auto block : blocks) {
+    for (const auto multiple : std::vector(multiples)) {
+      if (const auto next = lcm_up_to(multiple, block, high)) insert_sorted(multiples, *next);
+    }
+    if (multiples.size() > kMaxRegimes) return {};
+  }
+  return multiples;
+}
+
 }  // namespace
 
-Regimes regimes(std::span<const Item> items, std::int64_t alignment, std::int64_t low, std::int64_t high) {
-  const auto blocks = spanning_blocks(items, low);
-  Regimes result{{alignment}};
-  for (const auto block : blocks) {
-    for (const auto multiple : std::vector(result.multiples)) {
-      if (const auto next = lcm_up_to(multiple, block, high)) insert_sorted(result.multiples, *next);
-    }
-    if (result.multiples.size() > kMaxRegimes) return {prefix_multiples(blocks, alignment, high), false};
+Regimes regimes(std::span<const Kind> kinds, std::int64_t alignment, std::int64_t low, std::int64_t high) {
+  const auto blocks = spanning_blocks(kinds, low);
+  auto multiples = all_multiples(blocks, alignment, high);
+  Regimes result;
+  result.complete = !multiples.empty();
+  if (!result.complete) multiples = prefix_multiples(blocks, alignment, high);
+  for (const auto multiple : multiples) {
+    const auto regime = regime_of(kinds, multiple, low);
+    if (regime.low <= high) result.regimes.push_back(regime);
   }
   return result;
 }
