@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "ragged/granularity.h"
+#include "ragged/plan_unit.h"
 
 namespace ragged::bindings {
 
@@ -111,6 +112,7 @@ void bind_results(py::module_& m) {
       .def("global_numel", &Plan::global_numel)
       .def("useful_numel", &Plan::useful_numel)
       .def("padding_numel", &Plan::padding_numel)
+      .def("gap_numel", &Plan::gap_numel)
       .def("owned", &Plan::owned, py::arg("i"), py::arg("rank"))
       .def("gaps", &Plan::gaps)
       .def("describe", &Plan::describe);
@@ -120,6 +122,58 @@ void bind_results(py::module_& m) {
       "tensors", "offsets", "devices", "shard_numel", "bound_shard_numel", "order");
 }
 
+void bind_unit(py::module_& m) {
+  const UnitOptions defaults;
+  py::class_<UnitOptions> options(m, "UnitOptions");
+  options
+      .def(py::init([](std::int64_t devices, std::int64_t alignment, std::int64_t buckets, std::int64_t bytes,
+                       std::int64_t cost) { return UnitOptions{devices, alignment, buckets, bytes, cost}; }),
+           py::arg("devices") = defaults.devices, py::arg("alignment_numel") = defaults.alignment_numel,
+           py::arg("max_buckets") = defaults.max_buckets, py::arg("element_bytes") = defaults.element_bytes,
+           py::arg("collective_cost_bytes") = defaults.collective_cost_bytes)
+      .def_readonly("devices", &UnitOptions::devices)
+      .def_readonly("alignment_numel", &UnitOptions::alignment_numel)
+      .def_readonly("max_buckets", &UnitOptions::max_buckets)
+      .def_readonly("element_bytes", &UnitOptions::element_bytes)
+      .def_readonly("collective_cost_bytes", &UnitOptions::collective_cost_bytes);
+  as_value(
+      options,
+      [](const UnitOptions& o) {
+        return std::tuple(o.devices, o.alignment_numel, o.max_buckets, o.element_bytes, o.collective_cost_bytes);
+      },
+      "devices", "alignment_numel", "max_buckets", "element_bytes", "collective_cost_bytes");
+
+  py::class_<UnitBucket> bucket(m, "UnitBucket");
+  bucket.def_readonly("members", &UnitBucket::members).def_readonly("plan", &UnitBucket::plan);
+  as_value(bucket, [](const UnitBucket& b) { return std::tuple(b.members, b.plan); }, "members", "plan");
+
+  py::class_<UnitPlan> unit(m, "UnitPlan");
+  unit.def_readonly("buckets", &UnitPlan::buckets)
+      .def_readonly("one_bucket_padding_numel", &UnitPlan::one_bucket_padding_numel)
+      .def("global_numel", &UnitPlan::global_numel)
+      .def("useful_numel", &UnitPlan::useful_numel)
+      .def("padding_numel", &UnitPlan::padding_numel)
+      .def("gap_numel", &UnitPlan::gap_numel)
+      .def("describe", &UnitPlan::describe);
+  as_value(
+      unit, [](const UnitPlan& u) { return std::tuple(u.buckets, u.one_bucket_padding_numel); }, "buckets",
+      "one_bucket_padding_numel");
+  m.def(
+      "plan_unit",
+      [](const std::vector<TensorSpec>& tensors, const UnitOptions& o) {
+        py::gil_scoped_release release;
+        return plan_unit(tensors, o);
+      },
+      py::arg("tensors"), py::arg("options") = defaults);
+  m.def(
+      "plan_units",
+      [](const std::vector<std::vector<TensorSpec>>& units, const UnitOptions& o) {
+        py::gil_scoped_release release;
+        return plan_units(units, o);
+      },
+      py::arg("units"), py::arg("options") = defaults);
+}
+
 }  // namespace
 
 void bind_plan(py::module_& m) {
@@ -127,10 +181,12 @@ void bind_plan(py::module_& m) {
       .value("DEFAULT", Order::kDefault)
       .value("NUMEL", Order::kNumel)
       .value("BLOCK", Order::kBlock)
-      .value("SHAPE", Order::kShape);
+      .value("SHAPE", Order::kShape)
+      .value("SEARCH", Order::kSearch);
   bind_granularity(m);
   bind_inputs(m);
   bind_results(m);
+  bind_unit(m);
   m.def("ragged_cut", &ragged_cut, py::arg("plan"), py::arg("i"));
   m.def(
       "plan_bucket",
