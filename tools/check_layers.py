@@ -13,6 +13,7 @@ HEADERS = {  # the layer of each public header
     "error": "plan",
     "granularity": "plan",
     "plan": "plan",
+    "plan_unit": "plan",
     "comm": "comm",
     "comm_backends": "comm",
     "mesh": "comm",
