@@ -1,0 +1,106 @@
+"""What a training run has to say, as plain values: the tables on the screen and the JSON file are made from these."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One wrapped unit, as one rank sees it. Every rank holds `shard_numel` elements, `padding_numel` is over all ranks."""
+
+    unit: str
+    parameters: int  # elements
+    tensors: int
+    devices: int
+    shard_numel: int
+    padding_numel: int
+    buckets: int
+    dtype: str
+    gathered_bytes_per_step: int
+    reduced_bytes_per_step: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one rank. `peak_bytes` is the most that shards, pool and gradients held together at any time."""
+
+    shard_bytes: int
+    pool_bytes: int
+    gradient_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class StepReport:
+    step: int  # from 1
+    loss: float  # mean over ranks and micro-batches
+    gradient_norm: float  # before clipping
+    tokens: int  # of all ranks
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ParameterDifference:
+    parameter: str
+    largest: float  # largest absolute difference of an element
+    relative: float  # norm of the difference / norm of the change that the step made; both are the largest over steps
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The sharded run beside the unsharded one. Relative differences, each the largest over steps and parameters."""
+
+    loss: float
+    gradient_norm: float
+    parameter: float
+    loss_tolerance: float
+    gradient_norm_tolerance: float
+    parameter_tolerance: float
+    parameters: tuple[ParameterDifference, ...]
+
+    @property
+    def passed(self) -> bool:
+        # Written so that a NaN fails.
+        return (
+            self.loss <= self.loss_tolerance
+            and self.gradient_norm <= self.gradient_norm_tolerance
+            and self.parameter <= self.parameter_tolerance
+        )
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    model: str
+    parameters: int
+    ranks: int
+    precision: str
+    steps: tuple[StepReport, ...]
+    tokens_per_s: float
+    units: tuple[UnitReport, ...]
+    memory: MemoryReport
+    verify: VerifyReport | None
+
+    def to_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        del values["steps"]
+        values["loss"] = [s.loss for s in self.steps]
+        values["gradient_norm"] = [s.gradient_norm for s in self.steps]
+        values["step_seconds"] = [s.seconds for s in self.steps]
+        if self.verify is not None:
+            values["verify"]["passed"] = self.verify.passed
+        return values
+
+
+def unit_reports(model: nn.Module) -> list[UnitReport]:
+    """One report per unit of a model wrapped with `fully_shard`, in the order of wrapping."""
+    raise NotImplementedError("unit_reports")
+
+
+def memory_report(model: nn.Module) -> MemoryReport:
+    """What this rank holds for a model wrapped with `fully_shard`."""
+    raise NotImplementedError("memory_report")
