@@ -1,0 +1,54 @@
+"""`raggedfsdp`: one application, each command registers itself."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from raggedfsdp.cli import train
+from raggedfsdp.cli.exits import FAILED, INTERRUPTED, USAGE
+
+app = typer.Typer(
+    name="raggedfsdp",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+train.register(app)
+
+
+@app.callback()  # without one, typer drops a command's name while it is the only command
+def _about() -> None:
+    """Fully sharded training with ragged shards."""
+
+
+def main() -> NoReturn:
+    """Runs a command. An error that has a name is one line; a traceback is left for our own bugs."""
+    try:
+        code = app(standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        code = _say("interrupted", INTERRUPTED)
+    except Exception as e:
+        code = _explain(e)
+        if code is None:
+            raise
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> int | None:
+    format_message = getattr(error, "format_message", None)
+    if format_message is not None:  # typer's own: an unknown option, a value of the wrong kind
+        return _say(format_message(), USAGE)
+    from raggedfsdp import CommError, UsageError
+
+    if isinstance(error, UsageError):
+        return _say(str(error), USAGE)
+    return _say(str(error), FAILED) if isinstance(error, CommError) else None
+
+
+def _say(message: str, code: int) -> int:
+    print(f"raggedfsdp: {message}", file=sys.stderr)
+    return code
