@@ -110,7 +110,7 @@ void bind_comm(py::module_& m) {
       py::arg("size"), py::arg("limit") = milliseconds(30'000));
   m.def(
       "make_process_group_comm", [](const std::string& name) { return closing_without_gil(make_process_group_comm(name)); },
-      py::arg("group_name"));
+      py::arg("group_name"), NoGil());
   m.def(
       "make_recording_comm", [](CommPtr inner) { return closing_without_gil(make_recording_comm(std::move(inner))); },
       py::arg("inner"));

@@ -8,8 +8,8 @@
 
 namespace ragged::comm {
 
-// out = op(parts[0], parts[1], ...), left to right, in the dtype of the parts. `out` may be the same memory as one part.
-// All parts but that one may be overwritten.
+// out = op(parts[0], parts[1], ...), left to right, one thread, one pass over memory. `out` may be the same memory as one
+// of the parts. bf16 and fp16 are computed in fp32 and rounded once, so the result does not lose bits with every rank.
 void fold_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op);
 
 }  // namespace ragged::comm

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/alias.h>
 
 #include <numeric>
 
@@ -181,6 +182,12 @@ void check(const Comm& comm, const Request& request) {
       return;
     }
   }
+}
+
+void drop_python_identity(Request& request) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  request.buffer = at::alias(request.buffer);
+  if (request.out.defined()) request.out = at::alias(request.out);
 }
 
 bool settle_alone(const Comm& comm, const Request& request) {

@@ -16,9 +16,9 @@ enum class Verb { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kAllGather
 [[nodiscard]] const char* verb_name(Verb verb);
 
 struct Request {
-  Verb verb;
-  at::Tensor buffer;  // of all_to_all: what is sent
-  at::Tensor out{};   // of reduce_scatter and all_to_all
+  Verb verb = Verb::kAllReduce;
+  at::Tensor buffer{};  // of all_to_all: what is sent
+  at::Tensor out{};     // of reduce_scatter and all_to_all
   ReduceOp op = ReduceOp::kSum;
   std::int64_t root = 0;
   std::vector<std::int64_t> counts{};       // of all_gather_uneven; of all_to_all: what is received
@@ -45,6 +45,8 @@ struct Span {
 
 // Throws UsageError.
 void check(const Comm& comm, const Request& request);
+// The tensors become new ones over the same memory: an operation in flight must hold no Python object.
+void drop_python_identity(Request& request);
 // Does what needs no peer: everything when size() is 1, nothing where there is no element. True if that was all.
 [[nodiscard]] bool settle_alone(const Comm& comm, const Request& request);
 // Makes the same call on another Comm.
@@ -80,6 +82,7 @@ class Backend : public Interface {
  private:
   WorkPtr checked(Request request) {
     check(*this, request);
+    drop_python_identity(request);
     return start(std::move(request));
   }
 };

@@ -1,6 +1,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "comm/c10d/collective.h"
+#include "comm/c10d/worker.h"
 #include "ragged/comm_backends.h"
 #include "ragged/error.h"
 
@@ -10,11 +11,27 @@ namespace {
 using comm::Request;
 using GroupPtr = c10::intrusive_ptr<::c10d::ProcessGroup>;
 
+comm::torch_group::BackendPtr cpu_backend(::c10d::ProcessGroup& group) {
+  for (const auto& device : group.getDeviceTypes()) {
+    if (device.is_cpu()) return group.getBackend(c10::DeviceType::CPU);
+  }
+  return nullptr;
+}
+
+// Different for every comm on one group, the same on all its ranks: they make their comms in the same order.
+int message_tag(::c10d::ProcessGroup& group) {
+  constexpr int kFirst = 0x72670000;  // far from the small numbers that people choose
+  const auto store = group.getStore();
+  if (!store) return kFirst;
+  return kFirst + static_cast<int>(store->add("raggedfsdp/comms/" + std::to_string(group.getRank()), 1) % 0x10000);
+}
+
 class GroupComm final : public comm::Backend<> {
  public:
   explicit GroupComm(GroupPtr group)
       : group_(std::move(group)),
-        who_("Comm '" + name() + "', rank " + std::to_string(rank()) + " of " + std::to_string(size())) {}
+        who_("Comm '" + name() + "', rank " + std::to_string(rank()) + " of " + std::to_string(size())),
+        exchanges_(make_exchanges()) {}
   [[nodiscard]] std::int64_t rank() const override { return group_->getRank(); }
   [[nodiscard]] std::int64_t size() const override { return group_->getSize(); }
   [[nodiscard]] std::string name() const override { return group_->getBackendName(); }
@@ -22,6 +39,7 @@ class GroupComm final : public comm::Backend<> {
  protected:
   WorkPtr start(Request request) override {
     if (comm::settle_alone(*this, request)) return comm::done();
+    if (request.buffer.is_cpu() && exchanges_) return exchanges_->submit(std::move(request));
     return comm::torch_group::start_collective(backend_for(request.buffer.device()), request, who_);
   }
 
@@ -35,8 +53,16 @@ class GroupComm final : public comm::Backend<> {
     }
   }
 
+  // gloo's own collectives copy each byte several times (docs/comm.md has the ratios), its messages do not.
+  [[nodiscard]] std::unique_ptr<comm::torch_group::Worker> make_exchanges() const {
+    const auto cpu = size() == 1 ? nullptr : cpu_backend(*group_);
+    if (!cpu || cpu->getBackendName() != "gloo") return nullptr;
+    return std::make_unique<comm::torch_group::Worker>(cpu, message_tag(*group_), who_);
+  }
+
   GroupPtr group_;
   std::string who_;
+  std::unique_ptr<comm::torch_group::Worker> exchanges_;  // null: the group's own collectives are used
 };
 
 GroupPtr resolve(const std::string& group_name) {

@@ -9,10 +9,12 @@ namespace {
 
 using ::c10d::ReduceOp;
 
+using Works = std::vector<c10::intrusive_ptr<::c10d::Work>>;
+
 class CollectiveWork final : public Work {
  public:
-  CollectiveWork(c10::intrusive_ptr<::c10d::Work> work, Request request, std::string who)
-      : work_(std::move(work)), request_(std::move(request)), who_(std::move(who)) {}
+  CollectiveWork(Works works, Request request, std::string who)
+      : works_(std::move(works)), request_(std::move(request)), who_(std::move(who)) {}
 
   void order_after() override { wait(::kNoTimeout); }
   // A wait with a limit blocks the host, also for device groups.
@@ -21,13 +23,15 @@ class CollectiveWork final : public Work {
  private:
   void wait(std::chrono::milliseconds limit) {
     try {
-      if (work_) (void)work_->wait(limit);
+      for (const auto& work : works_) {
+        if (work) (void)work->wait(limit);
+      }
     } catch (const std::exception& e) {
       throw CommError(who_ + ": " + describe(request_) + " failed: " + e.what());
     }
   }
 
-  c10::intrusive_ptr<::c10d::Work> work_;
+  Works works_;
   Request request_;  // keeps the tensors
   std::string who_;
 };
@@ -46,10 +50,11 @@ ReduceOp::RedOpType torch_op(ragged::ReduceOp op) {
   throw InternalError("an unknown reduction");
 }
 
-std::vector<at::Tensor> slices(const at::Tensor& t, const std::vector<Span>& spans) {
-  std::vector<at::Tensor> parts;
-  for (const auto& span : spans) parts.push_back(slice(t, span));
-  return parts;
+c10::intrusive_ptr<::c10d::Work> broadcast(::c10d::Backend& backend, at::Tensor buffer, std::int64_t root) {
+  ::c10d::BroadcastOptions options;
+  options.rootRank = root;
+  std::vector<at::Tensor> tensors{std::move(buffer)};
+  return backend.broadcast(tensors, options);
 }
 
 c10::intrusive_ptr<::c10d::Work> call(::c10d::Backend& backend, const Request& r) {
@@ -72,18 +77,10 @@ c10::intrusive_ptr<::c10d::Work> call(::c10d::Backend& backend, const Request& r
       std::vector<at::Tensor> tensors{buffer};
       return backend.allreduce(tensors, options);
     }
-    case Verb::kBroadcast: {
-      ::c10d::BroadcastOptions options;
-      options.rootRank = r.root;
-      std::vector<at::Tensor> tensors{buffer};
-      return backend.broadcast(tensors, options);
-    }
-    case Verb::kAllGatherUneven: {
-      auto parts = slices(buffer, spans_of(r.counts));
-      std::vector<at::Tensor> inputs{parts[me]};
-      std::vector<std::vector<at::Tensor>> outputs{parts};
-      return backend.allgather(outputs, inputs);
-    }
+    case Verb::kBroadcast:
+      return broadcast(backend, buffer, r.root);
+    case Verb::kAllGatherUneven:
+      break;  // composed of broadcasts
     case Verb::kAllToAll: {
       auto counts = r.counts;
       auto send_counts = r.send_counts;
@@ -93,12 +90,24 @@ c10::intrusive_ptr<::c10d::Work> call(::c10d::Backend& backend, const Request& r
   throw InternalError("an unknown verb");
 }
 
+// No process group gathers pieces of different lengths into place.
+Works gather_uneven(::c10d::Backend& backend, const Request& r) {
+  Works works;
+  const auto spans = spans_of(r.counts);
+  for (std::size_t root = 0; root < spans.size(); ++root) {
+    if (spans[root].numel > 0)
+      works.push_back(broadcast(backend, slice(r.buffer, spans[root]), static_cast<std::int64_t>(root)));
+  }
+  return works;
+}
+
 }  // namespace
 
 WorkPtr start_collective(const BackendPtr& backend, const Request& request, const std::string& who) {
   at::AutoDispatchBelowADInplaceOrView guard;
   try {
-    return std::make_unique<CollectiveWork>(call(*backend, request), request, who);
+    auto works = request.verb == Verb::kAllGatherUneven ? gather_uneven(*backend, request) : Works{call(*backend, request)};
+    return std::make_unique<CollectiveWork>(std::move(works), request, who);
   } catch (const InternalError&) {
     throw;
   } catch (const std::exception& e) {

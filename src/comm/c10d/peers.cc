@@ -1,0 +1,62 @@
+#include "comm/c10d/peers.h"
+
+#include <ATen/core/Tensor.h>
+
+#include "ragged/error.h"
+
+namespace ragged::comm::torch_group {
+namespace {
+
+// Transports append stack traces and advice.
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+}  // namespace
+
+Message Peers::send(at::Tensor tensor, std::int64_t peer) {
+  if (tensor.numel() == 0) return {};
+  std::vector<at::Tensor> tensors{std::move(tensor)};
+  try {
+    return {backend_->send(tensors, static_cast<int>(peer), tag_), peer};
+  } catch (const std::exception& e) {
+    throw CommError("cannot send to rank " + std::to_string(peer) + ": " + first_line(e.what()));
+  }
+}
+
+Message Peers::receive(at::Tensor tensor, std::int64_t peer) {
+  if (tensor.numel() == 0) return {};
+  std::vector<at::Tensor> tensors{std::move(tensor)};
+  try {
+    return {backend_->recv(tensors, static_cast<int>(peer), tag_), peer};
+  } catch (const std::exception& e) {
+    throw CommError("cannot receive from rank " + std::to_string(peer) + ": " + first_line(e.what()));
+  }
+}
+
+void Peers::wait(Message& message) {
+  if (!message.work) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (interrupted_) throw CommError("interrupted");
+    waiting_for_ = message.work;
+    awaited_ = message.peer;
+  }
+  std::string failure;
+  try {
+    if (!message.work->wait()) failure = "interrupted";
+  } catch (const std::exception& e) {
+    failure = first_line(e.what());
+  }
+  const std::lock_guard lock(mutex_);
+  waiting_for_.reset();
+  awaited_ = -1;
+  if (!failure.empty()) throw CommError("rank " + std::to_string(message.peer) + " is gone or stuck: " + failure);
+  message.work.reset();
+}
+
+void Peers::interrupt() {
+  const std::lock_guard lock(mutex_);
+  interrupted_ = true;
+  if (waiting_for_) waiting_for_->abort();
+}
+
+}  // namespace ragged::comm::torch_group

@@ -1,0 +1,101 @@
+#include "comm/c10d/worker.h"
+
+#include <optional>
+
+#include "comm/c10d/exchange.h"
+#include "ragged/error.h"
+
+namespace ragged::comm::torch_group {
+namespace {
+
+using std::chrono::milliseconds;
+
+class ExchangeWork final : public Work {
+ public:
+  ExchangeWork(std::shared_ptr<Shared> shared, std::shared_ptr<Operation> operation)
+      : shared_(std::move(shared)), operation_(std::move(operation)) {}
+
+  // Without a limit of its own: every message has the process group's.
+  void order_after() override { wait(std::nullopt); }
+  void wait_host(milliseconds limit) override { wait(limit); }
+
+ private:
+  void wait(std::optional<milliseconds> limit) {
+    std::unique_lock lock(shared_->mutex);
+    const auto settled = [&] { return operation_->done || !shared_->failure.empty(); };
+    if (!limit) {
+      shared_->changed.wait(lock, settled);
+    } else if (!shared_->changed.wait_for(lock, *limit, settled)) {
+      const auto peer = shared_->peers.awaited();
+      shared_->fail("not done within " + std::to_string(limit->count()) + " ms" +
+                    (peer < 0 ? std::string() : ", waiting for rank " + std::to_string(peer)));
+    }
+    if (!operation_->done) throw CommError(shared_->who + ": " + shared_->failure);
+  }
+
+  std::shared_ptr<Shared> shared_;
+  std::shared_ptr<Operation> operation_;
+};
+
+std::string attempt(Shared& shared, const Request& request) {
+  try {
+    exchange(shared.peers, request);
+    return "";
+  } catch (const std::exception& e) {
+    return describe(request) + ": " + e.what();
+  }
+}
+
+void work_off(Shared& shared) {
+  std::unique_lock lock(shared.mutex);
+  for (;;) {
+    shared.changed.wait(lock, [&] { return !shared.queue.empty() || !shared.failure.empty(); });
+    if (!shared.failure.empty()) return;
+    const auto operation = std::move(shared.queue.front());
+    shared.queue.pop_front();
+    lock.unlock();
+    const auto error = attempt(shared, operation->request);
+    lock.lock();
+    if (!error.empty() && shared.failure.empty()) shared.fail(error);
+    if (!shared.failure.empty()) return;
+    operation->done = true;
+    shared.changed.notify_all();
+    // Freeing memory can call into Python, and whoever has Python's lock may want ours.
+    lock.unlock();
+    operation->request = {};
+    lock.lock();
+  }
+}
+
+}  // namespace
+
+void Shared::fail(const std::string& why) {
+  failure = why;
+  peers.interrupt();
+  changed.notify_all();
+}
+
+Worker::Worker(BackendPtr backend, int tag, std::string who)
+    : shared_(std::make_shared<Shared>(std::move(backend), tag, std::move(who))),
+      thread_([shared = shared_] { work_off(*shared); }) {}
+
+Worker::~Worker() {
+  {
+    const std::lock_guard lock(shared_->mutex);
+    if (shared_->failure.empty()) shared_->fail("the comm was destroyed before this operation was done");
+  }
+  thread_.join();
+}
+
+WorkPtr Worker::submit(Request request) {
+  auto operation = std::make_shared<Operation>();
+  operation->request = std::move(request);
+  const std::lock_guard lock(shared_->mutex);
+  if (shared_->failure.empty()) {
+    shared_->queue.push_back(operation);
+    shared_->changed.notify_all();
+  }
+  return std::make_unique<ExchangeWork>(shared_, std::move(operation));
+}
+
+}  // namespace ragged::comm::torch_group
