@@ -100,6 +100,7 @@ void bind_comm(py::module_& m) {
                   .def_property_readonly("name", &Comm::name);
   bind_verbs(comm);
   bind_wrappers(m);
+  py::enum_<GroupRoute>(m, "GroupRoute").value("FASTEST", GroupRoute::kFastest).value("COLLECTIVES", GroupRoute::kCollectives);
   m.def(
       "make_local_comms",
       [](std::int64_t size, milliseconds limit) {
@@ -109,8 +110,9 @@ void bind_comm(py::module_& m) {
       },
       py::arg("size"), py::arg("limit") = milliseconds(30'000));
   m.def(
-      "make_process_group_comm", [](const std::string& name) { return closing_without_gil(make_process_group_comm(name)); },
-      py::arg("group_name"), NoGil());
+      "make_process_group_comm",
+      [](const std::string& name, GroupRoute route) { return closing_without_gil(make_process_group_comm(name, route)); },
+      py::arg("group_name"), py::arg("route") = GroupRoute::kFastest, NoGil());
   m.def(
       "make_recording_comm", [](CommPtr inner) { return closing_without_gil(make_recording_comm(std::move(inner))); },
       py::arg("inner"));

@@ -141,6 +141,42 @@ def _contract() -> None:
     seat.all_verbs(LARGE, torch.bfloat16)
 
 
+def _contract_of_own_collectives() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    seat = _Seat(_C.make_process_group_comm(group.group_name, _C.GroupRoute.COLLECTIVES))
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for numel in SIZES:
+            seat.all_verbs(numel, dtype)
+
+
+def _sums_in_rank_order() -> list[float]:
+    comm = _comm()
+    values = [0.1, 0.2, 0.3, 1e16]
+    results = []
+    for numel in (1, 100_000):  # both routes of all_reduce
+        t = torch.full((numel,), values[comm.rank], dtype=torch.float64)
+        comm.all_reduce(t).order_after()
+        results.append(t[-1].item())
+        out = torch.empty(numel, dtype=torch.float64)
+        comm.reduce_scatter(torch.full((numel * comm.size,), values[comm.rank], dtype=torch.float64), out).order_after()
+        results.append(out[0].item())
+    return results
+
+
+def _several_comms_on_one_group() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    comms = [_C.make_process_group_comm(group.group_name) for _ in range(2)]
+    order = comms if comms[0].rank else comms[::-1]  # two comms need no common order
+    buffers = {id(c): torch.full((1000,), float(c is comms[0])) for c in comms}
+    works = [c.all_reduce(buffers[id(c)]) for c in order]
+    for work in works:
+        work.order_after()
+    assert buffers[id(comms[0])].eq(comms[0].size).all()
+    assert buffers[id(comms[1])].eq(0).all()
+
+
 def _contract_under_hostility() -> int:
     hostile = _C.make_hostile_comm(_comm())
     seat = _Seat(hostile)
@@ -152,13 +188,15 @@ def _contract_under_hostility() -> int:
 def _many_in_flight() -> None:
     comm = _comm()
     buffers = [_input(comm.rank + i, 50_000, torch.float32) for i in range(8)]
-    works = [comm.all_reduce(b) if i % 2 else comm.reduce_scatter(b, b[: 50_000 // comm.size]) for i, b in enumerate(buffers)]
+    part = 50_000 // comm.size
+    own = slice(comm.rank * part, (comm.rank + 1) * part)
+    works = [comm.all_reduce(b) if i % 2 else comm.reduce_scatter(b, b[own]) for i, b in enumerate(buffers)]
     works[0] = None  # dropped unwaited
     for i in reversed(range(1, 8)):
         works[i].order_after()
-        if i % 2:
-            want = sum(_input(r + i, 50_000, torch.float32) for r in range(comm.size))
-            assert torch.equal(buffers[i], want)
+        want = torch.stack([_input(r + i, 50_000, torch.float32) for r in range(comm.size)]).sum(0)
+        kept = slice(None) if i % 2 else own
+        assert torch.equal(buffers[i][kept], want[kept])
 
 
 def _usage_errors() -> None:
@@ -169,9 +207,10 @@ def _usage_errors() -> None:
         lambda: comm.reduce_scatter(ones, torch.ones(2)),
         lambda: comm.all_reduce(torch.ones(2, 2)),
         lambda: comm.broadcast(ones, comm.size),
-        lambda: comm.all_gather_uneven(ones, [1]),
-        lambda: comm.all_reduce(ones.to("meta")),
+        lambda: comm.all_gather_uneven(ones, [1] * (comm.size + 1)),
     ]
+    if comm.size > 1:
+        calls.append(lambda: comm.all_reduce(ones.to("meta")))
     for call in calls:
         with pytest.raises(_C.UsageError):
             call()
@@ -229,6 +268,20 @@ def _recorded() -> list[tuple[str, int]]:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_contract(world: int) -> None:
     run_ranks(_contract, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_contract_of_own_collectives(world: int) -> None:
+    run_ranks(_contract_of_own_collectives, world)
+
+
+def test_sums_in_rank_order() -> None:
+    want = ((0.1 + 0.2) + 0.3) + 1e16
+    assert run_ranks(_sums_in_rank_order, 4) == [[want] * 4] * 4
+
+
+def test_several_comms_on_one_group() -> None:
+    run_ranks(_several_comms_on_one_group, 2)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -28,10 +28,10 @@ int message_tag(::c10d::ProcessGroup& group) {
 
 class GroupComm final : public comm::Backend<> {
  public:
-  explicit GroupComm(GroupPtr group)
+  GroupComm(GroupPtr group, GroupRoute route)
       : group_(std::move(group)),
         who_("Comm '" + name() + "', rank " + std::to_string(rank()) + " of " + std::to_string(size())),
-        exchanges_(make_exchanges()) {}
+        exchanges_(route == GroupRoute::kFastest ? make_exchanges() : nullptr) {}
   [[nodiscard]] std::int64_t rank() const override { return group_->getRank(); }
   [[nodiscard]] std::int64_t size() const override { return group_->getSize(); }
   [[nodiscard]] std::string name() const override { return group_->getBackendName(); }
@@ -76,6 +76,8 @@ GroupPtr resolve(const std::string& group_name) {
 
 }  // namespace
 
-CommPtr make_process_group_comm(const std::string& group_name) { return std::make_shared<GroupComm>(resolve(group_name)); }
+CommPtr make_process_group_comm(const std::string& group_name, GroupRoute route) {
+  return std::make_shared<GroupComm>(resolve(group_name), route);
+}
 
 }  // namespace ragged
