@@ -65,7 +65,7 @@ void bind_verbs(py::class_<Comm, CommPtr>& comm) {
       "all_to_all",
       [](Comm& c, const at::Tensor& out, const at::Tensor& in, const std::vector<std::int64_t>& recv_counts,
          const std::vector<std::int64_t>& send_counts) { return WorkHandle(c.all_to_all(out, in, recv_counts, send_counts)); },
-      py::arg("out"), py::arg("in"), py::arg("recv_counts"), py::arg("send_counts"), NoGil());
+      py::arg("out"), py::arg("input"), py::arg("recv_counts"), py::arg("send_counts"), NoGil());
 }
 
 void bind_wrappers(py::module_& m) {

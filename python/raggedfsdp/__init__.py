@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch  # noqa: F401  (loads the libraries that the extension links to)
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from raggedfsdp import _C
-from raggedfsdp._version_check import check_torch
+from raggedfsdp._version_check import built_for, check_torch
 
-check_torch(_C.BUILT_FOR_TORCH)
+check_torch(built_for())
 
 from raggedfsdp._C import CommError, Granularity, InternalError, RaggedShard, UsageError  # noqa: E402
 from raggedfsdp._fully_shard import fully_shard  # noqa: E402

@@ -10,6 +10,15 @@ def _minor(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def built_for() -> str:
+    """The torch that the extension was built for, known before the extension is loaded: a wrong one may not load at all."""
+    try:
+        from raggedfsdp._build import TORCH_VERSION
+    except ModuleNotFoundError as error:
+        raise ImportError("raggedfsdp's C++ core is not built: run `make build` in the checkout") from error
+    return TORCH_VERSION
+
+
 def check_torch(built_for: str) -> None:
     """Raises ImportError unless the torch that is installed is one that this build can run with."""
     import torch
