@@ -8,7 +8,8 @@ set(CMAKE_CXX_VISIBILITY_PRESET default)
 
 find_program(RAGGED_CCACHE ccache)
 if(RAGGED_CCACHE)
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${RAGGED_CCACHE})
+  # Paths of the sources relative, so that checkouts in several folders share what was compiled.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1 ${RAGGED_CCACHE})
 endif()
 
 # -ffp-contract=off: codes and updates must be bit-identical for every number of ranks, vector tails included.

@@ -6,7 +6,7 @@ else()
 endif()
 if(NOT DEFINED RAGGED_TORCH_DIR)
   execute_process(  # find_spec does not import, which would take seconds
-    COMMAND ${Python3_EXECUTABLE} -c "from importlib.util import find_spec as f; print(f('torch').submodule_search_locations[0], end='')"
+    COMMAND ${Python3_EXECUTABLE} -c "import os; from importlib.util import find_spec as f; print(os.path.realpath(f('torch').submodule_search_locations[0]), end='')"
     OUTPUT_VARIABLE torch_dir RESULT_VARIABLE failed ERROR_QUIET)
   if(failed)
     message(FATAL_ERROR "torch is not installed for ${Python3_EXECUTABLE}; run `make` or `pip install -r requirements.txt` first")

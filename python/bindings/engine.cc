@@ -46,8 +46,8 @@ void bind_bucket(py::module_& m) {
       .def_property_readonly("plan", [](const Bucket& b) { return b.plan(); })
       .def_property_readonly("size", &Bucket::size)
       .def_property_readonly("shard_dtype", [](const Bucket& b) { return b.options().shard_dtype; })
-      .def_property_readonly("param_dtype", [](const Bucket& b) { return b.options().param_dtype; })
-      .def_property_readonly("reduce_dtype", [](const Bucket& b) { return b.options().reduce_dtype; })
+      .def_property_readonly("param_dtype", [](const Bucket& b) { return b.options().param_dtype(); })
+      .def_property_readonly("reduce_dtype", [](const Bucket& b) { return b.options().reduce_dtype(); })
       .def_property_readonly("generation", &Bucket::generation)
       .def_property_readonly("gathered", [](const Bucket& b) { return b.memory_state() != MemoryState::kSharded; })
       .def_property_readonly("gathered_bytes", [](const Bucket& b) { return b.gathered().bytes(); })
@@ -61,6 +61,7 @@ void bind_bucket(py::module_& m) {
       .def("gathered_view", &Bucket::gathered_view, py::arg("slot"))
       .def("gradient_view", &Bucket::gradient_view, py::arg("slot"))
       .def("materialize", &Bucket::materialize)
+      .def("retype", &Bucket::retype, py::arg("shard_dtype"), py::arg("device"))
       .def("load", &Bucket::load, py::arg("slot"), py::arg("whole"));
 }
 

@@ -15,6 +15,7 @@ from raggedfsdp.comm import comm_for
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,8 +54,7 @@ def fully_shard(
     if mesh.ndim != 1:
         raise NotImplementedError(f"fully_shard: a mesh of {mesh.ndim} dims is not supported yet; pass a 1-D mesh")
     device = _device_of(mesh)
-    names = _names_of(modules)
-    state = UnitState(names[id(modules[0])] or type(modules[0]).__name__, modules, mesh, mp_policy)
+    state = UnitState(type(modules[0]).__name__, modules, mesh, mp_policy)
     own, borrowed = _collect(modules, ignored_params or set())
     policy = orig_param_policy or (lambda name, shape: _C.Granularity.elements())
     originals = [(name, p, slots, _granularity(policy, name, p)) for name, p, slots in own]
@@ -110,11 +110,6 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _names_of(modules: list[nn.Module]) -> dict[int, str]:
-    """Names for messages; the callers' own prefix is not known here and is filled in when a parent is wrapped."""
-    return {id(m): "" for m in modules}
-
-
 def _granularity(policy: ParamPolicy, name: str, parameter: nn.Parameter) -> _C.Granularity:
     granularity = policy(name, parameter.shape)
     if not isinstance(granularity, _C.Granularity):
@@ -150,6 +145,8 @@ def _collect(
     for name, p, _ in own.values():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise _C.UsageError(f"fully_shard: parameter '{name}' is lazy and has no shape yet; run a forward first")
+        if isinstance(p, DTensor):
+            raise NotImplementedError(f"fully_shard: parameter '{name}' is a DTensor already ({p.placements}): not supported yet")
     return list(own.values()), borrowed
 
 

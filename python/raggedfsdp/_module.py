@@ -40,8 +40,8 @@ class FSDPModule:
         state = self._state()
         state.adopt()
         state.context.unshard(state.core)
-        if not getattr(state, "explicit", False):
-            state.explicit = True  # type: ignore[attr-defined]
+        if not state.explicit:
+            state.explicit = True
             state.show_leaves()
         handle = UnshardHandle(state)
         if async_op:
@@ -52,8 +52,8 @@ class FSDPModule:
     def reshard(self) -> None:
         """Releases the unit's gathered parameters, unless its own forward or backward is under way."""
         state = self._state()
-        if getattr(state, "explicit", False):
-            state.explicit = False  # type: ignore[attr-defined]
+        if state.explicit:
+            state.explicit = False
             state.show_shards()
         state.context.reshard(state.core)
 
@@ -113,8 +113,6 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # .to(), .double(), to_empty(): on the shards, and the flat buffers follow.
         for state in self._states(recurse=True):
-            if getattr(state, "explicit", False):
-                state.explicit = False  # type: ignore[attr-defined]
             state.force_shards()
             state.context.reshard(state.core)
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]

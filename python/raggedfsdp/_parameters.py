@@ -58,20 +58,25 @@ class ShardedParameter:
     gradient: RaggedDTensor | None = None  # over the gradient shard, made once
 
     def build(self, original: nn.Parameter, core: _C.UnitCore, mesh: DeviceMesh, placement: _C.RaggedShard) -> None:
-        bucket = core.buckets[self.bucket]
-        self.local = bucket.shard_view(self.slot)
+        self.local = core.buckets[self.bucket].shard_view(self.slot)
         shown = torch.empty_like(self.local, device="meta") if original.is_meta else self.local
         tensor = RaggedDTensor.from_shard(shown, mesh, [placement], original.shape, granularity=self.granularity)
         self.sharded = nn.Parameter(tensor, requires_grad=original.requires_grad)
-        self.leaf = nn.Parameter(bucket.gathered_view(self.slot), requires_grad=original.requires_grad)
-        attributes = {k: v for k, v in original.__dict__.items() if k != _OWNER}
-        self.sharded.__dict__.update(attributes)
-        self.leaf.__dict__.update(attributes)
+        self.sharded.__dict__.update({k: v for k, v in original.__dict__.items() if k != _OWNER})
+        setattr(original, _OWNER, self)
+        setattr(self.sharded, _OWNER, self)
+        self.bind(core)
+
+    def bind(self, core: _C.UnitCore) -> None:
+        """Makes the leaf over the bucket's memory as it is now: its dtype and device may have changed."""
+        bucket = core.buckets[self.bucket]
+        self.local = bucket.shard_view(self.slot)
+        self.leaf = nn.Parameter(bucket.gathered_view(self.slot), requires_grad=self.sharded.requires_grad)
+        self.leaf.__dict__.update({k: v for k, v in self.sharded.__dict__.items() if k != _OWNER})
         if self.sharded.dtype.is_floating_point and bucket.reduce_dtype != bucket.shard_dtype:
             # bf16 shards with fp32 reduction have fp32 gradients (torch refuses them otherwise).
             self.sharded.grad_dtype = None
-        setattr(self.sharded, _OWNER, self)
-        setattr(original, _OWNER, self)
+        self.gradient = None
         core.set_leaf(self.bucket, self.slot, self.leaf)
 
     def publish_gradient(self, core: _C.UnitCore) -> None:

@@ -34,6 +34,7 @@ class UnitState:
         self.core: _C.UnitCore
         self.context: _C.Context
         self.shows_leaves = 0
+        self.explicit = False  # between unshard() and reshard()
         self._invocations: list[_C.Invocation] = []
         self._by_bucket: list[list[ShardedParameter]] = []
 
@@ -78,6 +79,17 @@ class UnitState:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             # Also after an exception (an early stop of a recompute is one): the slots must not keep the leaves.
             module.register_forward_hook(self._post_forward, always_call=True)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_post_hook(self._after_load)
+
+    def _before_state_dict(self, module: nn.Module, *_: Any) -> None:
+        self.force_shards()
+
+    def _after_load(self, module: nn.Module, *_: Any) -> None:
+        # With assign=True there are new parameters: an optimiser made next must see the ones that will train.
+        self.adopt()
+        self.force_shards()
 
     # --- slots ---
 
@@ -98,6 +110,7 @@ class UnitState:
 
     def force_shards(self) -> None:
         self.shows_leaves = 0
+        self.explicit = False
         for parameter in self.parameters:
             for slot in parameter.slots:
                 slot.put(parameter.sharded)
@@ -141,22 +154,36 @@ class UnitState:
 
     def _adopt_values(self, parameter: ShardedParameter) -> None:
         local = parameter.sharded._local_tensor
-        expected = parameter.local
         if local.is_meta:
             raise _C.UsageError(
                 f"unit '{self.name}': parameter '{parameter.name}' is still on the meta device; call model.to_empty(device=...) "
                 "and initialise it before its first use"
             )
-        if local.dtype != expected.dtype or local.device != expected.device or local.shape != expected.shape:
-            raise _C.UsageError(
-                f"unit '{self.name}': parameter '{parameter.name}' changed from {expected.dtype} on {expected.device} "
-                f"({expected.numel()} elements here) to {local.dtype} on {local.device} ({local.numel()} elements here); "
-                "change dtype and device before fully_shard"
-            )
+        if local.dtype != parameter.local.dtype or local.device != parameter.local.device:
+            self._retype(parameter.bucket, parameter)
+            return
         self.core.buckets[parameter.bucket].materialize()
         with torch.no_grad():
-            expected.copy_(local)
-        parameter.sharded._local_tensor = expected
+            parameter.local.copy_(local)
+        parameter.sharded._local_tensor = parameter.local
+
+    def _retype(self, bucket: int, first: ShardedParameter) -> None:
+        """All parameters of a bucket were moved to another dtype or device: their buffers follow."""
+        locals_ = [p.sharded._local_tensor for p in self._by_bucket[bucket]]
+        dtype, device = first.sharded.dtype, first.sharded._local_tensor.device
+        for parameter, local in zip(self._by_bucket[bucket], locals_, strict=True):
+            if local.dtype != dtype or local.device != device:
+                raise _C.UsageError(
+                    f"unit '{self.name}': parameter '{first.name}' became {dtype} on {device} and '{parameter.name}', which "
+                    f"shares its buffer, {local.dtype} on {local.device}; change the whole unit, or change it before fully_shard"
+                )
+        self.core.buckets[bucket].retype(dtype, device)
+        self.core.buckets[bucket].materialize()
+        for parameter, local in zip(self._by_bucket[bucket], locals_, strict=True):
+            parameter.bind(self.core)
+            with torch.no_grad():
+                parameter.local.copy_(local)
+            parameter.sharded._local_tensor = parameter.local
 
     # --- what the C++ side asks for in backward ---
 

@@ -22,7 +22,7 @@ DBufferOptions buffer_options(const BucketOptions& o, BufferPlacement placement,
 
 // Sums in fp16 overflow where the mean would not, so half of the division comes before the sum.
 double pre_factor(const BucketOptions& o) {
-  if (o.reduce_dtype != at::kHalf) return 1.0;
+  if (o.reduce_dtype() != at::kHalf) return 1.0;
   double factor = 1.0;
   for (std::int64_t n = o.plan->devices; n > 1; n /= 4) factor *= 0.5;
   return factor;
@@ -30,10 +30,18 @@ double pre_factor(const BucketOptions& o) {
 
 }  // namespace
 
+at::ScalarType BucketOptions::param_dtype() const {
+  return c10::isFloatingType(shard_dtype) ? asked_param_dtype.value_or(shard_dtype) : shard_dtype;
+}
+
+at::ScalarType BucketOptions::reduce_dtype() const {
+  return c10::isFloatingType(shard_dtype) ? asked_reduce_dtype.value_or(param_dtype()) : shard_dtype;
+}
+
 Bucket::Bucket(BucketOptions options)
     : options_(std::move(options)),
       shard_(buffer_options(options_, BufferPlacement::kShard, options_.shard_dtype, "")),
-      gathered_(buffer_options(options_, BufferPlacement::kReplicate, options_.param_dtype, "")) {
+      gathered_(buffer_options(options_, BufferPlacement::kReplicate, options_.param_dtype(), "")) {
   requires_grad.assign(size(), 1);
   used_.assign(size(), 0);
 }
@@ -44,6 +52,19 @@ bool Bucket::trainable() const {
 
 void Bucket::materialize() {
   if (!shard_.has_memory()) shard_.allocate();
+}
+
+void Bucket::retype(at::ScalarType shard_dtype, at::Device device) {
+  if (memory_state_ != MemoryState::kSharded || gradient_state_ != GradientState::kEmpty) {
+    throw InternalError(options_.owner + ": retype of a bucket that is not at rest");
+  }
+  options_.shard_dtype = shard_dtype;
+  options_.device = device;
+  shard_ = DBuffer(buffer_options(options_, BufferPlacement::kShard, shard_dtype, ""));
+  gathered_ = DBuffer(buffer_options(options_, BufferPlacement::kReplicate, options_.param_dtype(), ""));
+  slots_.clear();
+  gradient_.reset();
+  gradient_shard_.reset();
 }
 
 void Bucket::load(std::size_t i, const at::Tensor& whole) {
@@ -74,7 +95,7 @@ void Bucket::start_reduce(CurrentGradients current, BufferPool& pool, EventLog& 
   }
   current_ = std::move(current);
   overwrite_ = std::none_of(current_.begin(), current_.end(), [](const at::Tensor& t) { return t.defined(); });
-  const bool direct = overwrite_ && gradient_shard_->options().dtype == options_.reduce_dtype;
+  const bool direct = overwrite_ && gradient_shard_->options().dtype == options_.reduce_dtype();
   reduce_work_ = gradient_->reduce_scatter_to(direct ? &*gradient_shard_ : nullptr);
   gradient_state_ = GradientState::kReducing;
   ++reductions;
@@ -95,7 +116,7 @@ void Bucket::finish_reduce(double factor, BufferPool& pool) {
   reduce_work_.reset();
   factor /= pre_factor(options_);
   if (overwrite_) {
-    if (gradient_shard_->options().dtype != options_.reduce_dtype) gradient_shard_->local().copy_(gradient_->own_slice());
+    if (gradient_shard_->options().dtype != options_.reduce_dtype()) gradient_shard_->local().copy_(gradient_->own_slice());
     if (factor != 1.0) gradient_shard_->scale_(factor);
   } else {
     for (std::size_t i = 0; i < size(); ++i) combine(i, gradient_->shard_view(i), factor);
@@ -145,8 +166,8 @@ void Bucket::refresh(EventLog& log) {
 
 void Bucket::ensure_gradient_memory(BufferPool& pool) {
   if (!gradient_) {
-    gradient_.emplace(buffer_options(options_, BufferPlacement::kPartial, options_.reduce_dtype, " (gradients)"));
-    const auto dtype = c10::promoteTypes(options_.shard_dtype, options_.reduce_dtype);
+    gradient_.emplace(buffer_options(options_, BufferPlacement::kPartial, options_.reduce_dtype(), " (gradients)"));
+    const auto dtype = c10::promoteTypes(options_.shard_dtype, options_.reduce_dtype());
     gradient_shard_.emplace(buffer_options(options_, BufferPlacement::kShard, dtype, " (gradient shard)"));
     for (std::size_t i = 0; i < size(); ++i) slots_.push_back(gradient_->view(i));
   }

@@ -28,9 +28,12 @@ struct BucketOptions {
   std::int64_t bucket_index = 0;
   Mesh mesh;
   at::Device device = at::kCPU;
-  at::ScalarType shard_dtype = at::kFloat;   // what optimisers update
-  at::ScalarType param_dtype = at::kFloat;   // what compute sees
-  at::ScalarType reduce_dtype = at::kFloat;  // what is summed over ranks
+  at::ScalarType shard_dtype = at::kFloat;           // what optimisers update
+  std::optional<at::ScalarType> asked_param_dtype;   // none: shard_dtype
+  std::optional<at::ScalarType> asked_reduce_dtype;  // none: param_dtype
+  // What compute sees, and what is summed over ranks. Only floating shards are cast.
+  [[nodiscard]] at::ScalarType param_dtype() const;
+  [[nodiscard]] at::ScalarType reduce_dtype() const;
   std::shared_ptr<const Plan> plan;
 };
 
@@ -51,6 +54,8 @@ class Bucket {
   void load(std::size_t i, const at::Tensor& whole);
   // Takes the shard's memory (zeros) if it has none yet: a model on the meta device has none before it is materialised.
   void materialize();
+  // The same plan in another dtype or on another device; values are gone. Only at rest. Views made before are dead.
+  void retype(at::ScalarType shard_dtype, at::Device device);
   [[nodiscard]] std::int64_t generation() const { return shard_.generation(); }
 
   // Memory machine. Users are units that hold the gathered copy; it is released after the last one.

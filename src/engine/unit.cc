@@ -28,13 +28,12 @@ BucketOptions bucket_options(const UnitOptions& unit, std::size_t index, at::Sca
   o.bucket_index = static_cast<std::int64_t>(index);
   o.mesh = unit.mesh;
   o.device = unit.device;
-  const bool floating = c10::isFloatingType(dtype);
   o.shard_dtype = dtype;
-  o.param_dtype = floating ? unit.param_dtype.value_or(dtype) : dtype;
-  o.reduce_dtype = floating ? unit.reduce_dtype.value_or(o.param_dtype) : dtype;
+  o.asked_param_dtype = unit.param_dtype;
+  o.asked_reduce_dtype = unit.reduce_dtype;
   PlanOptions plan;
   plan.devices = unit.mesh.dims.at(0)->size();
-  plan.alignment_numel = alignment_numel({o.shard_dtype, o.param_dtype, o.reduce_dtype});
+  plan.alignment_numel = alignment_numel({o.shard_dtype, o.param_dtype(), o.reduce_dtype()});
   o.plan = std::make_shared<Plan>(plan_bucket(specs, plan));
   return o;
 }
@@ -78,15 +77,15 @@ void UnitCore::each_used_bucket(F f) {
 }
 
 void UnitCore::set_leaf(std::size_t bucket, std::size_t slot, const at::Tensor& leaf) {
-  leaves_.push_back(leaf);
-  buckets_.at(bucket)->requires_grad.at(slot) = leaf.requires_grad() ? 1 : 0;
-  // The accumulator exists only for a leaf that requires grad; it survives a later freeze.
   const bool required = leaf.requires_grad();
+  buckets_.at(bucket)->requires_grad.at(slot) = required ? 1 : 0;
+  if (!c10::isFloatingType(leaf.scalar_type()) && !c10::isComplexType(leaf.scalar_type())) return;
+  // The accumulator exists only for a leaf that requires grad; it survives a later freeze.
   if (!required) leaf.set_requires_grad(true);
   std::weak_ptr<UnitCore> self = weak_from_this();
-  sinks_.push_back(attach_sink(leaf, [self, bucket, slot](const at::Tensor& gradient) {
+  sinks_[{bucket, slot}] = attach_sink(leaf, [self, bucket, slot](const at::Tensor& gradient) {
     if (auto unit = self.lock()) unit->context()->take_gradient(*unit, bucket, slot, gradient);
-  }));
+  });
   if (!required) leaf.set_requires_grad(false);
 }
 

@@ -3,9 +3,11 @@
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/boundary.h"
@@ -116,8 +118,7 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   std::vector<std::shared_ptr<Bucket>> buckets_;
   std::vector<std::shared_ptr<Bucket>> borrowed_;
   std::vector<Place> places_;
-  std::vector<at::Tensor> leaves_;
-  std::vector<std::shared_ptr<void>> sinks_;  // keep the leaves' gradient accumulators, and so our hooks, alive
+  std::map<std::pair<std::size_t, std::size_t>, std::shared_ptr<void>> sinks_;  // by bucket and slot
   std::vector<std::weak_ptr<Invocation>> invocations_;
   unsigned holds_ = 0;
 };
