@@ -28,7 +28,7 @@ def load_config(name_or_path: str) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as e:  # a configuration class raises whatever it likes on a bad value
-        raise UsageError(f"--model: {name_or_path}: {_first_line(e)}") from e
+        raise UsageError(f"--model: {name_or_path}: {_one_line(e)}") from e
 
 
 def _read_json(name: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def build_model(config: PretrainedConfig, device: torch.device | str) -> nn.Modu
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as e:
-        raise UsageError(f"--model: cannot build a causal language model of type {config.model_type}: {_first_line(e)}") from e
+        raise UsageError(f"--model: cannot build a causal language model of type {config.model_type}: {_one_line(e)}") from e
     return cast("nn.Module", model)
 
 
@@ -82,5 +82,5 @@ def _layers(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
