@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from raggedfsdp import UsageError
+from raggedfsdp.cli.rank import device_of
 from raggedfsdp.cli.train import available_cores
 from raggedfsdp.data import Corpus, Draw, open_corpus
 from raggedfsdp.models import build_model, load_config
@@ -34,13 +35,14 @@ def check_output(json: Path | None) -> None:
         raise UsageError(f"--json: {json} cannot be written: no permission")
 
 
-def check_ranks(ranks: int) -> None:
+def check_ranks(ranks: int, device: str) -> None:
     most = _RANKS_PER_CORE * available_cores()
     if ranks > most:
         raise UsageError(
             f"--ranks {ranks}: every rank started here needs a share of {available_cores()} cores, and more than {most} "
             f"would mostly wait for each other; use torchrun to spread ranks over machines"
         )
+    device_of(device, ranks - 1)
 
 
 def count_parameters(options: TrainOptions) -> int:

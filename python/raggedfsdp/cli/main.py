@@ -12,7 +12,6 @@ from raggedfsdp.cli.exits import FAILED, INTERRUPTED, USAGE
 
 app = typer.Typer(
     name="raggedfsdp",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -28,7 +27,7 @@ def _about() -> None:
 def main() -> NoReturn:
     """Runs a command. An error that has a name is one line; a traceback is left for our own bugs."""
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         code = _say("interrupted", INTERRUPTED)
     except Exception as e:

@@ -55,7 +55,7 @@ def run_rank(options: TrainOptions, place: tuple[int, int, str], folder: Path, e
 
 def join_torchrun(device: str) -> Place:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place = Place(rank, ranks, _device(device, int(os.environ.get("LOCAL_RANK", rank))))
+    place = Place(rank, ranks, _enter(device, int(os.environ.get("LOCAL_RANK", rank))))
     dist.init_process_group(dist.get_default_backend_for_device(place.device), timeout=COLLECTIVE_LIMIT)
     return place
 
@@ -70,25 +70,32 @@ def _join_local(rank: int, ranks: int, device: str, folder: Path) -> Place:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:  # the host's own name may resolve to an address that nobody can reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    place = Place(rank, ranks, _device(device, rank))
+    place = Place(rank, ranks, _enter(device, rank))
     store = dist.FileStore(str(folder / "store"), ranks)
     backend = dist.get_default_backend_for_device(place.device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=COLLECTIVE_LIMIT)
     return place
 
 
-def _device(name: str, index: int) -> torch.device:
+def device_of(name: str, index: int) -> torch.device:
+    """The device of the machine's rank `index`. Initialises nothing: a process that does so cannot fork."""
     try:
         device = torch.device(name)
         if device.type == "cpu":
             return torch.device("cpu")
-        count = torch.get_device_module(device).device_count()
-        if index < count:
-            torch.get_device_module(device).set_device(index)
-            return torch.device(device.type, index)
+        count = torch.get_device_module(device.type).device_count()
     except (RuntimeError, AttributeError) as e:
-        raise UsageError(f"--device {name}: this torch has no such device: {str(e).splitlines()[0]}") from e
-    raise UsageError(f"--device {name}: rank {index} of this machine needs a device of its own, and there are {count}")
+        raise UsageError(f"--device {name}: torch {torch.__version__} has no such device to train on") from e
+    if index >= count:
+        raise UsageError(f"--device {name}: each rank needs its own, and this machine has {count}, not {index + 1}")
+    return torch.device(device.type, index)
+
+
+def _enter(name: str, index: int) -> torch.device:
+    device = device_of(name, index)
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+    return device
 
 
 def _failure(rank: int, error: BaseException) -> Failure:

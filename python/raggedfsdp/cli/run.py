@@ -20,7 +20,7 @@ from raggedfsdp.training import train
 
 def locally(options: TrainOptions, ranks: int, device: str, json: Path | None) -> int:
     checks.check_output(json)
-    checks.check_ranks(ranks)
+    checks.check_ranks(ranks, device)
     corpus = checks.check_input(options)
     parameters = checks.count_parameters(options)
     if device == "cpu":

@@ -73,7 +73,8 @@ def _alike(units: tuple[UnitReport, ...]) -> list[tuple[UnitReport, str]]:
     rows = []
     for _, run in groupby(units, key=lambda u: (u.parameters, u.tensors, u.shard_numel, u.gathered_bytes_per_step)):
         group = list(run)
-        rows.append((group[0], group[0].unit if len(group) == 1 else f"{group[0].unit} and {len(group) - 1} alike"))
+        last = group[-1].unit.rpartition(".")[2]
+        rows.append((group[0], group[0].unit if len(group) == 1 else f"{group[0].unit}-{last}"))
     return rows
 
 
