@@ -52,7 +52,7 @@ class ShardedParameter:
     slots: list[Slot]
     bucket: int = -1
     slot: int = -1
-    sharded: nn.Parameter = field(init=False)
+    sharded: Any = field(init=False)  # both an nn.Parameter and a RaggedDTensor
     leaf: nn.Parameter = field(init=False)
     local: torch.Tensor = field(init=False)  # this rank's view of the flat shard
     gradient: RaggedDTensor | None = None  # over the gradient shard, made once

@@ -65,8 +65,8 @@ class UnitState:
             parameter.build(original, self.core, self.mesh, _C.RaggedShard(cut.dims, cut.local_units))
             self.parameters.append(parameter)
             self._by_bucket[bucket].append(parameter)
-        for bucket in self._by_bucket:
-            bucket.sort(key=lambda p: p.slot)
+        for members in self._by_bucket:
+            members.sort(key=lambda p: p.slot)
 
     def borrow(self, slot: Slot, parameter: ShardedParameter) -> None:
         """A slot of our modules holds a parameter that another unit owns."""
@@ -140,7 +140,7 @@ class UnitState:
             )
         with torch.no_grad():
             if isinstance(current, RaggedDTensor) and isinstance(current, nn.Parameter):
-                replacement = current
+                replacement: nn.Parameter = current
             else:
                 layout = parameter.sharded._layout
                 local = layout.slice_of(current.detach()).to(parameter.local.dtype)
@@ -191,7 +191,7 @@ class UnitState:
         gradients = [p.current_gradient() for p in self._by_bucket[bucket]]
         return [] if all(g is None for g in gradients) else gradients
 
-    def _publish(self, bucket: int, indices: list[int]) -> None:
+    def _publish(self, bucket: int, indices: Sequence[int]) -> None:
         parameters = self._by_bucket[bucket]
         for i in indices:
             parameters[i].publish_gradient(self.core)

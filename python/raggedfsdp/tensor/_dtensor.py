@@ -79,7 +79,7 @@ class RaggedDTensor(DTensor):
 
     @property  # type: ignore[override]
     def data(self) -> RaggedDTensor:
-        return self.detach()
+        return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class RaggedDTensor(DTensor):
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, local_tensor={self._local_tensor}, placements={self.placements}, "
             f"granularity={self.granularity.to_string()})"

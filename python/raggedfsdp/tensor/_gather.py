@@ -40,7 +40,7 @@ def run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if value.requires_grad and torch.is_grad_enabled():
             raise UsageError(f"{func} inside gathering(): not differentiable; call full_tensor() or use torch.no_grad()")
         if id(value) not in wholes:
-            wholes[id(value)] = (value, value.detach().full_tensor())
+            wholes[id(value)] = (value, value.data.full_tensor())
         return wholes[id(value)][1]
 
     # A view of the gathered copy is an inference tensor: torch refuses to write to it, and the write would be lost.

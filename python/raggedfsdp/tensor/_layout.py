@@ -74,7 +74,7 @@ class Layout:
     @cached_property
     def extents(self) -> _C.RaggedExtents:
         """Lengths and offsets of all ranks of the mesh dim; raises UsageError where the cut does not fit the shape."""
-        placement = self.placements[self.mesh_dim]
+        placement: _C.RaggedShard = self.placements[self.mesh_dim]  # type: ignore[assignment]
         ranks = self.mesh.size(self.mesh_dim)
         if len(placement.local_units) != ranks:
             raise UsageError(

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from raggedfsdp.tensor._layout import Layout
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from raggedfsdp.tensor._dtensor import RaggedDTensor
 
 
 class Refused(Exception):
     """The operation cannot run on local pieces; the text says why."""
 
 
-def is_ragged(value: Any) -> bool:
+def is_ragged(value: Any) -> TypeGuard[RaggedDTensor]:
     return isinstance(value, DTensor) and hasattr(value, "_layout")
 
 
@@ -71,7 +76,7 @@ def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that the operation changes in place, in argument order."""
     written: list[torch.Tensor] = []
     for position, name in _written_places(func):
