@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,6 +266,61 @@ def _recorded() -> list[tuple[str, int]]:
     assert len(made) == 1
     comm.all_reduce(torch.ones(3)).order_after()
     return [(r.verb, r.numel) for r in made[0].records()]
+
+
+_EXIT = """
+import os, sys
+import torch, torch.distributed as dist
+from raggedfsdp import _C
+folder, how = sys.argv[1:]
+pid = os.fork()
+rank = int(pid == 0)
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+comm = _C.make_process_group_comm(dist.group.WORLD.group_name)
+t = torch.ones(1000)
+comm.all_reduce(t).order_after()
+assert t[0] == 2
+if how == "in flight" and rank == 0:
+    work = comm.all_reduce(torch.ones(1 << 20))     # rank 1 never comes
+if how == "forked":
+    child = os.fork()
+    if child == 0:
+        del comm
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+if how == "destroyed":
+    dist.destroy_process_group()
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["plainly", "in flight", "forked", "destroyed"])
+def test_processes_end(how: str, tmp_path: Path) -> None:
+    """Whatever is still alive or in flight at the end of the interpreter: no hang, no crash."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", _EXIT, str(tmp_path), how], env=env, timeout=60, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+_FAKE = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from raggedfsdp import _C
+dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+comm = _C.make_process_group_comm(dist.group.WORLD.group_name)
+assert (comm.name, comm.rank, comm.size) == ("fake", 3, 64)
+t = torch.ones(640)
+for work in (comm.all_gather(t), comm.reduce_scatter(t, t[30:40]), comm.all_reduce(t)):
+    work.order_after()
+"""
+
+
+def test_other_process_groups_use_their_own_collectives() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", _FAKE], env=env, timeout=60, check=True)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

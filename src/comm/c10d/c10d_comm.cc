@@ -1,3 +1,4 @@
+#include <set>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "comm/c10d/collective.h"
@@ -18,6 +19,15 @@ comm::torch_group::BackendPtr cpu_backend(::c10d::ProcessGroup& group) {
   return nullptr;
 }
 
+// "gloo", or "gloo+nccl" where kinds of devices differ.
+std::string backend_names(::c10d::ProcessGroup& group) {
+  std::set<std::string> names;
+  for (const auto& device : group.getDeviceTypes()) names.insert(group.getBackend(device.type())->getBackendName());
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : "+") + name;
+  return text.empty() ? group.getBackendName() : text;
+}
+
 // Different for every comm on one group, the same on all its ranks: they make their comms in the same order.
 int message_tag(::c10d::ProcessGroup& group) {
   constexpr int kFirst = 0x72670000;  // far from the small numbers that people choose
@@ -30,11 +40,12 @@ class GroupComm final : public comm::Backend<> {
  public:
   GroupComm(GroupPtr group, GroupRoute route)
       : group_(std::move(group)),
+        name_(backend_names(*group_)),
         who_("Comm '" + name() + "', rank " + std::to_string(rank()) + " of " + std::to_string(size())),
         exchanges_(route == GroupRoute::kFastest ? make_exchanges() : nullptr) {}
   [[nodiscard]] std::int64_t rank() const override { return group_->getRank(); }
   [[nodiscard]] std::int64_t size() const override { return group_->getSize(); }
-  [[nodiscard]] std::string name() const override { return group_->getBackendName(); }
+  [[nodiscard]] std::string name() const override { return name_; }
 
  protected:
   WorkPtr start(Request request) override {
@@ -61,6 +72,7 @@ class GroupComm final : public comm::Backend<> {
   }
 
   GroupPtr group_;
+  std::string name_;
   std::string who_;
   std::unique_ptr<comm::torch_group::Worker> exchanges_;  // null: the group's own collectives are used
 };

@@ -80,6 +80,10 @@ Worker::Worker(BackendPtr backend, int tag, std::string who)
       thread_([shared = shared_] { work_off(*shared); }) {}
 
 Worker::~Worker() {
+  if (::getpid() != owner_) {
+    thread_.detach();  // a forked child: the thread was not copied, and joining it would wait for ever
+    return;
+  }
   {
     const std::lock_guard lock(shared_->mutex);
     if (shared_->failure.empty()) shared_->fail("the comm was destroyed before this operation was done");

@@ -2,6 +2,9 @@
 // The thread that carries out the exchanges of one comm, one after the other, in the order they were submitted.
 //
 // The first failure is final: every operation from then on fails with the same words, since the ranks are out of step.
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -45,6 +48,7 @@ class Worker {
 
  private:
   std::shared_ptr<Shared> shared_;
+  pid_t owner_ = ::getpid();
   std::thread thread_;
 };
 
