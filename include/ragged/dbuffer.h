@@ -44,6 +44,8 @@ class DBuffer {
   DBuffer(DBuffer&&) noexcept;
   DBuffer& operator=(DBuffer&&) noexcept;
 
+  void rename(const std::string& owner);
+
   // Memory: none at first. `allocate` takes memory for good (zeros); `acquire`/`release` borrow it from a pool.
   // Tensors handed out by local(), view() and shard_view() stay valid and follow the memory; without memory they raise.
   void allocate();

@@ -74,7 +74,7 @@ void bind_unit(py::module_& m) {
   py::class_<UnitCore, std::shared_ptr<UnitCore>>(m, "UnitCore")
       .def(py::init(&make_unit), py::arg("name"), py::arg("comm"), py::arg("device"), py::arg("param_dtype"),
            py::arg("reduce_dtype"), py::arg("parameters"), py::arg("current_gradients"), py::arg("publish"))
-      .def_property_readonly("name", &UnitCore::name)
+      .def_property("name", &UnitCore::name, &UnitCore::rename)
       .def_property_readonly("index", &UnitCore::index)
       .def_property_readonly("buckets", &UnitCore::buckets)
       .def_property_readonly("places",
@@ -119,6 +119,7 @@ void bind_engine(py::module_& m) {
       .def("reshard", &Context::reshard, py::arg("unit"), NoGil())
       .def("reset", &Context::reset, NoGil())
       .def("set_poison", [](Context& c, bool on) { c.pool().set_poison(on); }, py::arg("on"))
+      .def_property_readonly("steps", &Context::steps)
       .def("clear_events", [](Context& c) { c.log().clear(); })
       .def_property_readonly("events",
                              [](Context& c) {

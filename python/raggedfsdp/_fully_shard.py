@@ -170,3 +170,14 @@ def _join(state: UnitState, modules: list[nn.Module]) -> None:
         unit.is_root = unit is state
         if unit.auto_reshard:
             unit.core.reshard_after_forward = unit is not state
+    for m in modules:
+        _name_units(m, state)
+
+
+def _name_units(root: nn.Module, outermost: UnitState) -> None:
+    """Names for messages and reports: the path from the outermost unit, which is the only one that knows it."""
+    for path, m in root.named_modules():
+        unit = unit_of(m)
+        if unit is not None and unit.modules[0] is m and unit is not outermost:
+            unit.name = unit.core.name = path
+    outermost.name = outermost.core.name = f"root ({type(root).__name__.removeprefix('FSDP')})"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from raggedfsdp._state import UnitState
+
 
 @dataclass(frozen=True)
 class UnitReport:
@@ -97,10 +99,52 @@ class TrainReport:
 
 
 def unit_reports(model: nn.Module) -> list[UnitReport]:
-    """One report per unit of a model wrapped with `fully_shard`, in the order of wrapping."""
-    raise NotImplementedError("unit_reports")
+    """One report per unit of a model wrapped with `fully_shard`, in the order of wrapping.
+
+    Bytes are those of whole buffers; a step is a backward that reduced.
+    """
+    return [_unit_report(state) for state in sorted(_units(model), key=lambda s: s.core.index)]
+
+
+def _units(model: nn.Module) -> list[UnitState]:
+    from raggedfsdp._state import units_in
+
+    states = units_in(model)
+    if not states:
+        from raggedfsdp import UsageError
+
+        raise UsageError(f"{type(model).__name__} has no unit to report on; call fully_shard first")
+    return states
+
+
+def _unit_report(state: UnitState) -> UnitReport:
+    buckets = state.core.buckets
+    plans = [b.plan for b in buckets]
+    steps = max(1, state.context.steps)
+    return UnitReport(
+        unit=state.name,
+        parameters=sum(p.useful_numel() for p in plans),
+        tensors=sum(len(p.tensors) for p in plans),
+        devices=state.mesh.size(),
+        shard_numel=sum(p.shard_numel for p in plans),
+        padding_numel=sum(p.padding_numel() for p in plans),
+        buckets=len(buckets),
+        dtype=", ".join(dict.fromkeys(str(b.param_dtype).removeprefix("torch.") for b in buckets)),
+        gathered_bytes_per_step=sum(b.gathers * b.gathered_bytes for b in buckets) // steps,
+        reduced_bytes_per_step=sum(b.reductions * b.plan.global_numel() * b.reduce_dtype.itemsize for b in buckets) // steps,
+    )
 
 
 def memory_report(model: nn.Module) -> MemoryReport:
     """What this rank holds for a model wrapped with `fully_shard`."""
-    raise NotImplementedError("memory_report")
+    states = _units(model)
+    buckets = [b for state in states for b in state.core.buckets]
+    shards = sum(b.shard_bytes for b in buckets)
+    gradients = sum(b.gradient_shard_bytes for b in buckets)
+    context = states[0].context
+    return MemoryReport(
+        shard_bytes=shards,
+        pool_bytes=context.pool_reserved_bytes,
+        gradient_bytes=gradients,
+        peak_bytes=shards + gradients + context.pool_peak_bytes,
+    )

@@ -12,6 +12,15 @@
 
 namespace ragged {
 
+namespace {
+
+std::string released_message(const std::string& owner) {
+  return "the memory of " + owner +
+         " was released: its parameters are whole only inside its forward and backward, or between unshard() and reshard()";
+}
+
+}  // namespace
+
 DBuffer::DBuffer(DBufferOptions options) : options_(std::move(options)) {
   const auto& placements = options_.placements;
   if (placements.size() != options_.mesh.dims.size() || placements.empty()) {
@@ -30,9 +39,7 @@ DBuffer::DBuffer(DBufferOptions options) : options_(std::move(options)) {
   }
   const std::int64_t numel = sharded_ ? plan().shard_numel : plan().global_numel();
   storage_ = std::make_unique<SwappableStorage>(
-      numel * static_cast<std::int64_t>(c10::elementSize(options_.dtype)), options_.device,
-      "the memory of " + options_.owner +
-          " was released: its parameters are whole only inside its forward and backward, or between unshard() and reshard()");
+      numel * static_cast<std::int64_t>(c10::elementSize(options_.dtype)), options_.device, released_message(options_.owner));
   local_ = storage_->tensor(0, {numel}, options_.dtype);
 }
 
@@ -44,6 +51,11 @@ std::int64_t DBuffer::rank() const { return shard_comm().rank(); }
 Comm& DBuffer::shard_comm() const { return *options_.mesh.dims[shard_dim_]; }
 bool DBuffer::has_memory() const { return storage_->attached(); }
 std::int64_t DBuffer::bytes() const { return storage_->bytes(); }
+
+void DBuffer::rename(const std::string& owner) {
+  options_.owner = owner;
+  storage_->set_released_message(released_message(owner));
+}
 
 void DBuffer::allocate() {
   c10::InferenceMode normal(false);

@@ -41,6 +41,11 @@ at::Tensor SwappableStorage::tensor(std::int64_t offset_numel, at::IntArrayRef s
   return made;
 }
 
+void SwappableStorage::set_released_message(std::string message) {
+  released_message_ = std::move(message);
+  if (!attached_) release();
+}
+
 void SwappableStorage::attach(void* data) {
   auto* impl = storage_.unsafeGetStorageImpl();
   compat::allow_data_access(*impl);

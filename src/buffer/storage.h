@@ -18,6 +18,7 @@ class SwappableStorage {
   // a neighbour would look like a write to them.
   [[nodiscard]] at::Tensor tensor(std::int64_t offset_numel, at::IntArrayRef shape, at::ScalarType dtype) const;
 
+  void set_released_message(std::string message);
   void attach(void* data);
   void release();
   [[nodiscard]] bool attached() const { return attached_; }

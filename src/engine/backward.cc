@@ -147,6 +147,7 @@ void Context::end_task(int id) {
   if (it->reduced) exchange_usage();
   complete_reductions(0);
   if (it->reduced) settle_usage(!inner);
+  if (it->reduced && !inner) ++steps_;
   tasks_.erase(it);
   if (inner) return;
   keep_recomputed(nullptr);

@@ -50,6 +50,12 @@ bool Bucket::trainable() const {
   return std::any_of(requires_grad.begin(), requires_grad.end(), [](std::uint8_t r) { return r != 0; });
 }
 
+void Bucket::rename(const std::string& owner) {
+  options_.owner = owner;
+  shard_.rename(owner);
+  gathered_.rename(owner);
+}
+
 void Bucket::materialize() {
   if (!shard_.has_memory()) shard_.allocate();
 }

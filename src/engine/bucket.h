@@ -45,6 +45,7 @@ class Bucket {
   explicit Bucket(BucketOptions options);
 
   [[nodiscard]] const BucketOptions& options() const { return options_; }
+  void rename(const std::string& owner);
   void set_unit_index(std::int64_t index) { options_.unit_index = index; }
   [[nodiscard]] const Plan& plan() const { return *options_.plan; }
   [[nodiscard]] std::size_t size() const { return plan().tensors.size(); }

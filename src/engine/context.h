@@ -26,6 +26,7 @@ class Context : public std::enable_shared_from_this<Context> {
 
   [[nodiscard]] BufferPool& pool() { return pool_; }
   [[nodiscard]] EventLog& log() { return log_; }
+  [[nodiscard]] std::int64_t steps() const { return steps_; }  // backwards that reduced
 
   // --- forward, called by the language's face ---
   [[nodiscard]] std::shared_ptr<Invocation> enter_forward(UnitCore& unit, bool outermost);
@@ -82,6 +83,7 @@ class Context : public std::enable_shared_from_this<Context> {
   EventLog log_;
   std::int64_t clock_ = 0;
   std::int64_t depth_ = 0;
+  std::int64_t steps_ = 0;
   std::list<Task> tasks_;  // a list: hooks that run inside one may begin another
   std::deque<Reduction> in_flight_;
   std::vector<Reduction> completed_;  // whose unused parameters wait for the exchange

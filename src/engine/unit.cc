@@ -22,9 +22,13 @@ std::int64_t alignment_numel(std::initializer_list<at::ScalarType> dtypes) {
   return numel;
 }
 
+std::string owner_text(const std::string& unit, std::size_t bucket) {
+  return "unit '" + unit + "', bucket " + std::to_string(bucket);
+}
+
 BucketOptions bucket_options(const UnitOptions& unit, std::size_t index, at::ScalarType dtype, std::vector<TensorSpec> specs) {
   BucketOptions o;
-  o.owner = "unit '" + unit.name + "', bucket " + std::to_string(index);
+  o.owner = owner_text(unit.name, index);
   o.bucket_index = static_cast<std::int64_t>(index);
   o.mesh = unit.mesh;
   o.device = unit.device;
@@ -62,6 +66,11 @@ UnitCore::UnitCore(UnitOptions options, const std::vector<ParameterSpec>& parame
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (!parameters[i].value.is_meta()) buckets_[places_[i].bucket]->load(places_[i].slot, parameters[i].value);
   }
+}
+
+void UnitCore::rename(const std::string& name) {
+  options_.name = name;
+  for (std::size_t b = 0; b < buckets_.size(); ++b) buckets_[b]->rename(owner_text(name, b));
 }
 
 void UnitCore::join(std::shared_ptr<Context> context, std::int64_t index) {

@@ -62,6 +62,8 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   [[nodiscard]] const UnitOptions& options() const { return options_; }
   [[nodiscard]] const std::string& name() const { return options_.name; }
   [[nodiscard]] const std::shared_ptr<Context>& context() const { return context_; }
+  // A parent knows the full name; messages use it from then on.
+  void rename(const std::string& name);
   void join(std::shared_ptr<Context> context, std::int64_t index);
   [[nodiscard]] std::int64_t index() const { return index_; }
 
