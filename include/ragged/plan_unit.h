@@ -13,7 +13,7 @@
 
 namespace ragged {
 
-struct UnitOptions {
+struct UnitPlanOptions {
   std::int64_t devices = 1;
   std::int64_t alignment_numel = 1;
   std::int64_t max_buckets = 4;    // 1 never splits
@@ -21,7 +21,7 @@ struct UnitOptions {
   // What one more collective costs, as the bytes of a gathered buffer that take as long: 20 us at 200 GB/s. 0 splits whenever
   // it saves anything.
   std::int64_t collective_cost_bytes = std::int64_t{4} << 20;
-  bool operator==(const UnitOptions&) const = default;
+  bool operator==(const UnitPlanOptions&) const = default;
 };
 
 struct UnitBucket {
@@ -43,9 +43,9 @@ struct UnitPlan {
 };
 
 // The cheapest split found: fewest bytes gathered, each bucket beyond the first counted as collective_cost_bytes.
-[[nodiscard]] UnitPlan plan_unit(std::span<const TensorSpec> tensors, const UnitOptions& options);
+[[nodiscard]] UnitPlan plan_unit(std::span<const TensorSpec> tensors, const UnitPlanOptions& options);
 
 // Every unit of a model; units with the same shapes and blocks are planned once.
-[[nodiscard]] std::vector<UnitPlan> plan_units(std::span<const std::vector<TensorSpec>> units, const UnitOptions& options);
+[[nodiscard]] std::vector<UnitPlan> plan_units(std::span<const std::vector<TensorSpec>> units, const UnitPlanOptions& options);
 
 }  // namespace ragged

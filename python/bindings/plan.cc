@@ -123,22 +123,22 @@ void bind_results(py::module_& m) {
 }
 
 void bind_unit(py::module_& m) {
-  const UnitOptions defaults;
-  py::class_<UnitOptions> options(m, "UnitOptions");
+  const UnitPlanOptions defaults;
+  py::class_<UnitPlanOptions> options(m, "UnitPlanOptions");
   options
       .def(py::init([](std::int64_t devices, std::int64_t alignment, std::int64_t buckets, std::int64_t bytes,
-                       std::int64_t cost) { return UnitOptions{devices, alignment, buckets, bytes, cost}; }),
+                       std::int64_t cost) { return UnitPlanOptions{devices, alignment, buckets, bytes, cost}; }),
            py::arg("devices") = defaults.devices, py::arg("alignment_numel") = defaults.alignment_numel,
            py::arg("max_buckets") = defaults.max_buckets, py::arg("element_bytes") = defaults.element_bytes,
            py::arg("collective_cost_bytes") = defaults.collective_cost_bytes)
-      .def_readonly("devices", &UnitOptions::devices)
-      .def_readonly("alignment_numel", &UnitOptions::alignment_numel)
-      .def_readonly("max_buckets", &UnitOptions::max_buckets)
-      .def_readonly("element_bytes", &UnitOptions::element_bytes)
-      .def_readonly("collective_cost_bytes", &UnitOptions::collective_cost_bytes);
+      .def_readonly("devices", &UnitPlanOptions::devices)
+      .def_readonly("alignment_numel", &UnitPlanOptions::alignment_numel)
+      .def_readonly("max_buckets", &UnitPlanOptions::max_buckets)
+      .def_readonly("element_bytes", &UnitPlanOptions::element_bytes)
+      .def_readonly("collective_cost_bytes", &UnitPlanOptions::collective_cost_bytes);
   as_value(
       options,
-      [](const UnitOptions& o) {
+      [](const UnitPlanOptions& o) {
         return std::tuple(o.devices, o.alignment_numel, o.max_buckets, o.element_bytes, o.collective_cost_bytes);
       },
       "devices", "alignment_numel", "max_buckets", "element_bytes", "collective_cost_bytes");
@@ -160,14 +160,14 @@ void bind_unit(py::module_& m) {
       "one_bucket_padding_numel");
   m.def(
       "plan_unit",
-      [](const std::vector<TensorSpec>& tensors, const UnitOptions& o) {
+      [](const std::vector<TensorSpec>& tensors, const UnitPlanOptions& o) {
         py::gil_scoped_release release;
         return plan_unit(tensors, o);
       },
       py::arg("tensors"), py::arg("options") = defaults);
   m.def(
       "plan_units",
-      [](const std::vector<std::vector<TensorSpec>>& units, const UnitOptions& o) {
+      [](const std::vector<std::vector<TensorSpec>>& units, const UnitPlanOptions& o) {
         py::gil_scoped_release release;
         return plan_units(units, o);
       },

@@ -4,7 +4,7 @@ import datetime
 import torch
 import torch.distributed.tensor.placement_types
 import typing
-__all__: list[str] = ['BUILT_FOR_TORCH', 'Bucket', 'Comm', 'CommError', 'CommRecord', 'Context', 'Granularity', 'GroupRoute', 'HostileComm', 'InFlight', 'InternalError', 'Interval', 'Invocation', 'Order', 'ParameterSpec', 'Plan', 'PlanOptions', 'RaggedCut', 'RaggedExtents', 'RaggedShard', 'RecordingComm', 'ReduceOp', 'TensorSpec', 'UnitBucket', 'UnitCore', 'UnitOptions', 'UnitPlan', 'UsageError', 'Work', 'extents_of', 'gather_ragged', 'make_fake_comm', 'make_hostile_comm', 'make_local_comms', 'make_process_group_comm', 'make_recording_comm', 'plan_bucket', 'plan_unit', 'plan_units', 'ragged_cut', 'ragged_extents', 'reduce_to_ragged', 'reshard_ragged', 'slice_ragged']
+__all__: list[str] = ['BUILT_FOR_TORCH', 'Bucket', 'Comm', 'CommError', 'CommRecord', 'Context', 'Granularity', 'GroupRoute', 'HostileComm', 'InFlight', 'InternalError', 'Interval', 'Invocation', 'Order', 'ParameterSpec', 'Plan', 'PlanOptions', 'RaggedCut', 'RaggedExtents', 'RaggedShard', 'RecordingComm', 'ReduceOp', 'TensorSpec', 'UnitBucket', 'UnitCore', 'UnitPlanOptions', 'UnitPlan', 'UsageError', 'Work', 'extents_of', 'gather_ragged', 'make_fake_comm', 'make_hostile_comm', 'make_local_comms', 'make_process_group_comm', 'make_recording_comm', 'plan_bucket', 'plan_unit', 'plan_units', 'ragged_cut', 'ragged_extents', 'reduce_to_ragged', 'reshard_ragged', 'slice_ragged']
 class UsageError(ValueError):
     pass
 class CommError(RuntimeError):
@@ -268,9 +268,9 @@ class Plan:
     @property
     def tensors(self) -> list[TensorSpec]:
         ...
-class UnitOptions:
+class UnitPlanOptions:
     __hash__: typing.ClassVar[None] = None
-    def __eq__(self, arg0: UnitOptions) -> bool:
+    def __eq__(self, arg0: UnitPlanOptions) -> bool:
         ...
     def __getstate__(self) -> tuple:
         ...
@@ -675,9 +675,9 @@ def make_recording_comm(inner: Comm) -> RecordingComm:
     ...
 def plan_bucket(tensors: collections.abc.Sequence[TensorSpec], options: PlanOptions = ...) -> Plan:
     ...
-def plan_unit(tensors: collections.abc.Sequence[TensorSpec], options: UnitOptions = ...) -> UnitPlan:
+def plan_unit(tensors: collections.abc.Sequence[TensorSpec], options: UnitPlanOptions = ...) -> UnitPlan:
     ...
-def plan_units(units: collections.abc.Sequence[collections.abc.Sequence[TensorSpec]], options: UnitOptions = ...) -> list[UnitPlan]:
+def plan_units(units: collections.abc.Sequence[collections.abc.Sequence[TensorSpec]], options: UnitPlanOptions = ...) -> list[UnitPlan]:
     ...
 def ragged_cut(plan: Plan, i: int) -> RaggedCut:
     ...

@@ -145,7 +145,7 @@ Wide PartCosts::bound(const Parts& parts) {
   return std::accumulate(parts.begin(), parts.end(), Wide{0}, [&](Wide sum, const Part& part) { return sum + bound(part); });
 }
 
-Parts cheapest_parts(const Problem& problem, const UnitOptions& options, PartCosts& costs) {
+Parts cheapest_parts(const Problem& problem, const UnitPlanOptions& options, PartCosts& costs) {
   Part everything(problem.kinds.size());
   std::iota(everything.begin(), everything.end(), std::size_t{0});
   const Parts one = {everything};

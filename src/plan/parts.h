@@ -17,7 +17,7 @@ using Parts = std::vector<Part>;
 // What a bucket of some kinds costs; each set of kinds is solved once.
 class PartCosts {
  public:
-  PartCosts(const Problem& problem, const UnitOptions& options) : problem_(problem), options_(options) {}
+  PartCosts(const Problem& problem, const UnitPlanOptions& options) : problem_(problem), options_(options) {}
 
   [[nodiscard]] const Solution& solution(const Part& part);
   // In bytes, the collective included. The bound costs next to nothing to compute.
@@ -30,12 +30,12 @@ class PartCosts {
   [[nodiscard]] Wide bytes(std::int64_t shard_numel) const;
 
   const Problem& problem_;
-  const UnitOptions& options_;
+  const UnitPlanOptions& options_;
   std::map<Part, Solution> solutions_;
   std::map<Part, Wide> bounds_;
 };
 
 // The cheapest division found into at most options.max_buckets parts.
-[[nodiscard]] Parts cheapest_parts(const Problem& problem, const UnitOptions& options, PartCosts& costs);
+[[nodiscard]] Parts cheapest_parts(const Problem& problem, const UnitPlanOptions& options, PartCosts& costs);
 
 }  // namespace ragged::plan_detail

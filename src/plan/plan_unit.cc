@@ -73,7 +73,7 @@ std::string UnitPlan::describe() const {
   return text;
 }
 
-UnitPlan plan_unit(std::span<const TensorSpec> tensors, const UnitOptions& options) {
+UnitPlan plan_unit(std::span<const TensorSpec> tensors, const UnitPlanOptions& options) {
   check("max_buckets", options.max_buckets, 1);
   check("element_bytes", options.element_bytes, 1);
   check("collective_cost_bytes", options.collective_cost_bytes, 0);
@@ -90,7 +90,7 @@ UnitPlan plan_unit(std::span<const TensorSpec> tensors, const UnitOptions& optio
   return unit;
 }
 
-std::vector<UnitPlan> plan_units(std::span<const std::vector<TensorSpec>> units, const UnitOptions& options) {
+std::vector<UnitPlan> plan_units(std::span<const std::vector<TensorSpec>> units, const UnitPlanOptions& options) {
   std::map<Signature, std::size_t> known;
   std::vector<UnitPlan> plans;
   for (const auto& unit : units) {

@@ -108,7 +108,7 @@ TEST(PlanUnit, NeverWorseThanLcmPaddingNorPerParameterPadding) {
 TEST(PlanUnit, MoreBucketsAllowedNeverCostMore) {
   for (std::uint32_t seed = 0; seed < 200; ++seed) {
     const auto instance = testing::random_instance(seed, 8);
-    UnitOptions options{.devices = instance.options.devices, .max_buckets = 1, .element_bytes = 1, .collective_cost_bytes = 3};
+    UnitPlanOptions options{.devices = instance.options.devices, .max_buckets = 1, .element_bytes = 1, .collective_cost_bytes = 3};
     const auto one = plan_unit(instance.tensors, options);
     options.max_buckets = 4;
     const auto some = plan_unit(instance.tensors, options);
@@ -121,7 +121,7 @@ TEST(PlanUnit, IdenticalUnitsDifferInNamesOnly) {
   auto first = with_rows(testing::llama3_70b_layer(), 16);
   auto second = first;
   for (auto& tensor : second) tensor.name = "other." + tensor.name;
-  const UnitOptions options{.devices = 64, .alignment_numel = 16};
+  const UnitPlanOptions options{.devices = 64, .alignment_numel = 16};
   const auto plans = plan_units(std::vector{first, second, first}, options);
   ASSERT_EQ(plans.size(), 3U);
   EXPECT_EQ(plans[0], plan_unit(first, options));
@@ -131,7 +131,7 @@ TEST(PlanUnit, IdenticalUnitsDifferInNamesOnly) {
 
 TEST(PlanUnit, OptionsAreChecked) {
   const auto tensors = with_rows({{4, 4}}, 1);
-  const auto with = [&](const UnitOptions& options) { return [&, options] { (void)plan_unit(tensors, options); }; };
+  const auto with = [&](const UnitPlanOptions& options) { return [&, options] { (void)plan_unit(tensors, options); }; };
   const auto says = [](const char* text) { return ::testing::ThrowsMessage<UsageError>(::testing::HasSubstr(text)); };
   EXPECT_THAT(with({.max_buckets = 0}), says("max_buckets is 0"));
   EXPECT_THAT(with({.element_bytes = 0}), says("element_bytes is 0"));
