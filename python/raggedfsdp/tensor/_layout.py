@@ -100,11 +100,7 @@ class Layout:
     def comm(self) -> _C.Comm:
         from raggedfsdp.comm import comm_for  # comm.py needs process groups; a layout as such does not
 
-        if self.mesh.ndim == 1:
-            return comm_for(self.mesh)
-        if not self.mesh.mesh_dim_names:
-            raise UsageError("RaggedDTensor: a mesh of several dims needs mesh_dim_names to communicate along one of them")
-        return comm_for(self.mesh[self.mesh.mesh_dim_names[self.mesh_dim]])
+        return comm_for(self.mesh, self.mesh_dim)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor, flat: a view where `full` is contiguous."""
