@@ -93,6 +93,16 @@ def listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [r if a is None else a.with_local(r) for r, a in zip(results, anchors, strict=True)]
 
 
+def fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Its tensor value must stay 0-d, also for a 0-d target."""
+    value = local_of(args[1], None)
+    if not is_ragged(args[0]) or (isinstance(value, torch.Tensor) and value.dim() > 0):
+        raise Refused("it takes a number or a 0-d plain tensor")
+    func(args[0]._local_tensor, value)
+    bump([args[0]._local_tensor])
+    return args[0]
+
+
 def index_put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """tensor[mask] = scalar, as Rprop writes it: the one element-wise case."""
     tensor, indices, value = args[:3]
@@ -117,9 +127,9 @@ def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def same_shape_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sizes = torch.empty(args[0].shape, device="meta").expand(args[1]).shape if -1 in args[1] else torch.Size(args[1])
-    if sizes != args[0].shape:
-        raise Refused(f"a view of shape {tuple(sizes)} of a tensor of shape {tuple(args[0].shape)} is cut elsewhere")
+    shape, sizes = args[0].shape, args[1]
+    if len(sizes) != len(shape) or any(new not in (old, -1) for new, old in zip(sizes, shape, strict=True)):
+        raise Refused(f"a view of shape {tuple(sizes)} of a tensor of shape {tuple(shape)} is cut elsewhere")
     return alias(func, args, kwargs)
 
 
@@ -148,6 +158,7 @@ _OTHERS: dict[str, Handler] = {
     "new_full": new_of_size,
     "is_same_size": is_same_size,
     "index_put_": index_put_,
+    "fill_": fill_,
     "linalg_vector_norm": _norms.vector_norm,
     "norm": _norms.norm,
     "_foreach_norm": _norms.foreach_norm,

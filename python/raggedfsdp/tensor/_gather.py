@@ -10,25 +10,49 @@ from typing import Any
 import torch
 from raggedfsdp.tensor._layout import UsageError
 from raggedfsdp.tensor._operands import bump, is_ragged, written_tensors
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-_gathering: ContextVar[bool] = ContextVar("raggedfsdp_gathering", default=False)
+# Inside gathering(): the gathered copies that user code may hold views of.
+_gathered_views: ContextVar[set[StorageWeakRef] | None] = ContextVar("raggedfsdp_gathered_views", default=None)
+
+
+class _NoLostWrites(TorchDispatchMode):
+    """A view of a gathered copy is for reading: a write to it would not reach the parameter."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in written_tensors(func, args, kwargs) if _views() and isinstance(func, OpOverload) else ():
+            if type(tensor) is torch.Tensor and StorageWeakRef(tensor.untyped_storage()) in _views():
+                raise UsageError(
+                    f"{func} writes to a view of a gathered RaggedDTensor, which is a copy: the write would be lost. Write to the "
+                    "tensor itself, or use raggedfsdp.tensor.initialize_"
+                )
+        return func(*args, **kwargs)
 
 
 @contextmanager
 def gathering() -> Iterator[None]:
     """Inside, an operation that is not element-wise gathers its operands; all ranks must run it. Results are plain tensors,
-    except that in-place operations write each rank's piece back; views can't be written to. Not differentiable: use
+    except that in-place operations write each rank's piece back; views are for reading. Not differentiable: use
     full_tensor() for that."""
-    token = _gathering.set(True)
+    token = _gathered_views.set(set())
     try:
-        yield
+        with _NoLostWrites():
+            yield
     finally:
-        _gathering.reset(token)
+        _gathered_views.reset(token)
 
 
 def allowed() -> bool:
-    return _gathering.get()
+    return _gathered_views.get() is not None
+
+
+def _views() -> set[StorageWeakRef]:
+    views = _gathered_views.get()
+    return set() if views is None else views
 
 
 def run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,9 +67,9 @@ def run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             wholes[id(value)] = (value, value.data.full_tensor())
         return wholes[id(value)][1]
 
-    # A view of the gathered copy is an inference tensor: torch refuses to write to it, and the write would be lost.
-    with torch.inference_mode(func.is_view or torch.is_inference_mode_enabled()):
-        result = func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+    result = func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+    if func.is_view:
+        _views().update(StorageWeakRef(whole.untyped_storage()) for _, whole in wholes.values())
     for tensor in written_tensors(func, args, kwargs):
         if is_ragged(tensor):
             _write_back(func, tensor, wholes[id(tensor)][1])

@@ -34,7 +34,7 @@ class ToLocal(torch.autograd.Function):
 class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, layout: Layout) -> RaggedDTensor:
-        return wrap(local.view_as(local), layout)
+        return wrap(local.detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: RaggedDTensor) -> tuple[torch.Tensor, None]:
