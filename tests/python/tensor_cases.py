@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,7 @@ def by_elements(shape: Sequence[int], world: int, seed: int = 0) -> RaggedShard:
     generator = torch.Generator().manual_seed(1000 * world + numel + seed)
     cuts = torch.randint(0, numel + 1, (world - 1,), generator=generator).sort().values.tolist()
     edges = [0, *cuts, numel]
-    return RaggedShard(tuple(range(len(shape))), [b - a for a, b in zip(edges, edges[1:], strict=False)])
+    return RaggedShard(tuple(range(len(shape))), [b - a for a, b in itertools.pairwise(edges)])
 
 
 def ragged(full: torch.Tensor, seed: int = 0) -> RaggedDTensor:

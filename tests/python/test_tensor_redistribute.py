@@ -121,7 +121,7 @@ def _refusals() -> None:
     mesh = world_mesh()
     tensor = ragged(_whole((4, 3)))
     for placements in ([RaggedShard((0,), (1, 3))], [RaggedShard((0,), (1, 1, 1, 1, 0))]):
-        with pytest.raises(_C.UsageError, match="local_units|ranks"):
+        with pytest.raises(_C.UsageError, match=r"local_units|ranks"):
             tensor.redistribute(placements=placements)
     with pytest.raises(_C.UsageError, match="expected placements on the tensor's own mesh"):
         tensor.redistribute(placements=None)

@@ -6,6 +6,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 import torch
+
 from raggedfsdp.tensor._layout import Layout, UsageError
 
 if TYPE_CHECKING:

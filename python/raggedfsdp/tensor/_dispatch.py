@@ -7,7 +7,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from raggedfsdp.tensor import _gather, _norms, _random, _tables
+from torch.distributed.tensor import DTensor
+
+from raggedfsdp.tensor import _gather, _random, _reductions, _tables
 from raggedfsdp.tensor._layout import UsageError
 from raggedfsdp.tensor._operands import Refused, bump, first_ragged, is_ragged, local_of, written_tensors
 
@@ -41,6 +43,8 @@ def handler_of(func: Any) -> Handler:
             return handler
     if name in _tables.ELEMENT_WISE:
         return listwise if name.startswith("_foreach_") else element_wise
+    if name in ("any", "all"):
+        return _reductions.any_or_all if len(func._schema.arguments) == 1 else refuse
     return _OTHERS.get(name, refuse)
 
 
@@ -77,6 +81,8 @@ def listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     entries = zip(*(x for x in lists if len(x) == len(lists[0])), strict=True)
     anchors = [next((t for t in entry if is_ragged(t)), None) for entry in entries]
     layouts = [None if a is None else a._layout for a in anchors]
+    if any(isinstance(t, DTensor) and not is_ragged(t) for t in lists[0]):
+        raise Refused("the list mixes ragged tensors with other DTensors; give them an optimiser or a call of their own")
 
     def localise(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -101,6 +107,18 @@ def fill_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     func(args[0]._local_tensor, value)
     bump([args[0]._local_tensor])
     return args[0]
+
+
+def masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Its value must stay 0-d, also for a 0-d target."""
+    tensor, mask, value = args
+    if not is_ragged(tensor):
+        raise Refused("the tensor is a plain one and only its mask is ragged")
+    result = func(tensor._local_tensor, local_of(mask, tensor._layout), local_of(value, None))
+    if func._schema.name == "aten::masked_fill":
+        return tensor.with_local(result)
+    bump([tensor._local_tensor])
+    return tensor
 
 
 def index_put_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,8 +177,10 @@ _OTHERS: dict[str, Handler] = {
     "is_same_size": is_same_size,
     "index_put_": index_put_,
     "fill_": fill_,
-    "linalg_vector_norm": _norms.vector_norm,
-    "norm": _norms.norm,
-    "_foreach_norm": _norms.foreach_norm,
-    "_amp_foreach_non_finite_check_and_unscale_": _norms.check_and_unscale,
+    "masked_fill": masked_fill,
+    "masked_fill_": masked_fill,
+    "linalg_vector_norm": _reductions.vector_norm,
+    "norm": _reductions.norm,
+    "_foreach_norm": _reductions.foreach_norm,
+    "_amp_foreach_non_finite_check_and_unscale_": _reductions.check_and_unscale,
 }

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import Placement
+
 from raggedfsdp import _C
 from raggedfsdp.tensor._dtensor import Granularity, RaggedDTensor, wrap
 from raggedfsdp.tensor._layout import Layout
-from torch.distributed.tensor import Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

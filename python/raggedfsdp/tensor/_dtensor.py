@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from raggedfsdp import _C
-from raggedfsdp.tensor._layout import Layout, RaggedShard, UsageError
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utils_foreach_types
 
+from raggedfsdp import _C
+from raggedfsdp._C import Granularity
+from raggedfsdp.tensor._layout import Layout, RaggedShard, UsageError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Granularity = _C.Granularity
 
 
 def wrap(local: torch.Tensor, layout: Layout, *, requires_grad: bool = False) -> RaggedDTensor:
@@ -52,7 +52,7 @@ class RaggedDTensor(DTensor):
         return wrap(local_flat, self._layout, requires_grad=requires_grad)
 
     @staticmethod
-    def from_local(  # type: ignore[override]
+    def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh,
         placements: Sequence[Placement],
@@ -77,9 +77,9 @@ class RaggedDTensor(DTensor):
         """The lengths and offsets of all ranks along the ragged mesh dim."""
         return self._layout.extents
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> RaggedDTensor:
-        return self.detach()  # type: ignore[return-value]
+        return wrap(self._local_tensor, self._layout)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -112,12 +112,10 @@ class RaggedDTensor(DTensor):
         return FullTensor.apply(self)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, local_tensor={self._local_tensor}, placements={self.placements}, "
             f"granularity={self.granularity.to_string()})"
@@ -150,7 +148,7 @@ class RaggedDTensor(DTensor):
         return ["_local_tensor"], (self._layout, self.requires_grad)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], context: Any, outer_size: Any, outer_stride: Any) -> RaggedDTensor:  # type: ignore[override]
+    def __tensor_unflatten__(inner: dict[str, Any], context: Any, outer_size: Any, outer_stride: Any) -> RaggedDTensor:
         return wrap(inner["_local_tensor"], context[0], requires_grad=context[1])
 
 

@@ -8,12 +8,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from raggedfsdp.tensor._layout import UsageError
-from raggedfsdp.tensor._operands import bump, is_ragged, written_tensors
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+
+from raggedfsdp.tensor._layout import UsageError
+from raggedfsdp.tensor._operands import bump, is_ragged, written_tensors
 
 # Inside gathering(): the gathered copies that user code may hold views of.
 _gathered_views: ContextVar[set[StorageWeakRef] | None] = ContextVar("raggedfsdp_gathered_views", default=None)
@@ -27,8 +28,8 @@ class _NoLostWrites(TorchDispatchMode):
         for tensor in written_tensors(func, args, kwargs) if _views() and isinstance(func, OpOverload) else ():
             if type(tensor) is torch.Tensor and StorageWeakRef(tensor.untyped_storage()) in _views():
                 raise UsageError(
-                    f"{func} writes to a view of a gathered RaggedDTensor, which is a copy: the write would be lost. Write to the "
-                    "tensor itself, or use raggedfsdp.tensor.initialize_"
+                    f"{func} writes to a view of a gathered RaggedDTensor, a copy: it would be lost. Write to the tensor "
+                    "itself, or use raggedfsdp.tensor.initialize_"
                 )
         return func(*args, **kwargs)
 
@@ -64,7 +65,7 @@ def run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if value.requires_grad and torch.is_grad_enabled():
             raise UsageError(f"{func} inside gathering(): not differentiable; call full_tensor() or use torch.no_grad()")
         if id(value) not in wholes:
-            wholes[id(value)] = (value, value.data.full_tensor())
+            wholes[id(value)] = (value, value.with_local(value._local_tensor).full_tensor())
         return wholes[id(value)][1]
 
     result = func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))

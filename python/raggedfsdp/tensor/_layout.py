@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from raggedfsdp import _C
 from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from raggedfsdp import _C
+from raggedfsdp._C import RaggedShard, UsageError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-RaggedShard = _C.RaggedShard
-UsageError = _C.UsageError
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -74,7 +73,7 @@ class Layout:
     @cached_property
     def extents(self) -> _C.RaggedExtents:
         """Lengths and offsets of all ranks of the mesh dim; raises UsageError where the cut does not fit the shape."""
-        placement: _C.RaggedShard = self.placements[self.mesh_dim]  # type: ignore[assignment]
+        placement: Any = self.placements[self.mesh_dim]
         ranks = self.mesh.size(self.mesh_dim)
         if len(placement.local_units) != ranks:
             raise UsageError(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from raggedfsdp.tensor._layout import Layout
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from typing import TypeGuard
+from raggedfsdp.tensor._layout import Layout
 
+if TYPE_CHECKING:
     from raggedfsdp.tensor._dtensor import RaggedDTensor
 
 
@@ -78,7 +77,7 @@ def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that the operation changes in place, in argument order."""
-    written: list[torch.Tensor] = []
+    written: list[Any] = []
     for position, name in _written_places(func):
         value = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(value, torch.Tensor):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from raggedfsdp.tensor._layout import Layout
 from raggedfsdp.tensor._operands import Refused, bump, is_ragged
 

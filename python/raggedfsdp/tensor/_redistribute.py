@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
 from raggedfsdp import _C
 from raggedfsdp.tensor._dtensor import RaggedDTensor, wrap
 from raggedfsdp.tensor._layout import Layout, RaggedShard, UsageError
-from torch.distributed.tensor import DTensor, Placement, Replicate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,7 +21,7 @@ logical_xor eq ne lt le gt ge greater less heaviside xlogy ldexp
 __and__ __or__ __xor__ __iand__ __ior__ __ixor__ isclose
 """)
 _MORE = _words("""
-addcmul addcdiv lerp where clamp clamp_min clamp_max clip masked_fill copy zero
+addcmul addcdiv lerp where clamp clamp_min clamp_max clip copy zero
 sigmoid_backward tanh_backward threshold_backward gelu_backward silu_backward elu_backward leaky_relu_backward
 hardtanh_backward softplus_backward
 """)

@@ -1,4 +1,4 @@
-"""Norms as partial results: DTensors that reduce when somebody needs the value, many of them in one all-reduce."""
+"""Norms as partial results, reduced when somebody needs the value, many of them in one all-reduce; and verdicts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from typing import Any
 
 import torch
-from raggedfsdp import _C
-from raggedfsdp.tensor._layout import Layout
-from raggedfsdp.tensor._operands import Refused, bump, is_ragged, local_of
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+from raggedfsdp import _C
+from raggedfsdp.tensor._layout import Layout
+from raggedfsdp.tensor._operands import Refused, bump, is_ragged, local_of
 
 
 def _partial_of(order: float) -> Partial:
@@ -68,6 +69,15 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     )
     norms = [next(filled) if x.numel() else _local_norm(x, order, dtype) for x in locals_]
     return [_scalar(n, t._layout, order) if is_ragged(t) else n for n, t in zip(norms, tensors, strict=True)]
+
+
+def any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """One small all-reduce: every rank gets the same plain answer (loops of initialisers and NaN checks branch on it)."""
+    tensor = args[0]
+    verdict = func(tensor._local_tensor).to(torch.uint8).view(1)
+    op = _C.ReduceOp.MAX if func._schema.name == "aten::any" else _C.ReduceOp.MIN
+    tensor._layout.comm.all_reduce(verdict, op).order_after()
+    return verdict.view(()).to(torch.bool)
 
 
 def check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
