@@ -52,7 +52,7 @@ class RaggedDTensor(DTensor):
         return wrap(local_flat, self._layout, requires_grad=requires_grad)
 
     @staticmethod
-    def from_local(
+    def from_local(  # type: ignore[override]
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh,
         placements: Sequence[Placement],
@@ -97,7 +97,7 @@ class RaggedDTensor(DTensor):
 
         return ToLocal.apply(self) if torch.is_grad_enabled() and self.requires_grad else self._local_tensor
 
-    def redistribute(  # type: ignore[override]
+    def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **unsupported: Any
     ) -> DTensor:
         """To Replicate() or another RaggedShard along the ragged mesh dim. Differentiable; one collective."""
@@ -112,7 +112,9 @@ class RaggedDTensor(DTensor):
         return FullTensor.apply(self)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return dispatch(func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -175,4 +177,4 @@ from raggedfsdp.tensor._dispatch import dispatch  # noqa: E402
 torch.serialization.add_safe_globals([rebuild])
 for _types in (_optim_foreach_types, _utils_foreach_types):
     if RaggedDTensor not in _types:
-        _types.append(RaggedDTensor)  # type: ignore[arg-type]
+        _types.append(RaggedDTensor)
