@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from raggedfsdp.tensor import RaggedDTensor, RaggedShard, distribute_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from raggedfsdp.tensor import RaggedDTensor, RaggedShard, distribute_tensor
 
 
 @functools.cache

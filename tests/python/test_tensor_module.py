@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from raggedfsdp import _C
 from raggedfsdp.tensor import Granularity, RaggedDTensor, RaggedShard, distribute_tensor, initialize_
 from ranks import run_ranks
 from tensor_cases import by_elements, ragged, world_mesh
-from torch import nn
 
 SHAPES = {"scalar": (), "empty": (0, 4), "row": (1, 17), "matrix": (5, 3), "kernel": (4, 2, 3)}
 

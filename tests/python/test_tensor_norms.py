@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from raggedfsdp.tensor import RaggedDTensor, RaggedShard
-from ranks import run_ranks
-from tensor_cases import ragged, world_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from raggedfsdp.tensor import RaggedDTensor, RaggedShard
+from ranks import run_ranks
+from tensor_cases import ragged, world_mesh
 
 ORDERS = [1.0, 2.0, 3.0, math.inf, -math.inf, 0.0]
 

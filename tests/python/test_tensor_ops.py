@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
 from raggedfsdp import _C
 from raggedfsdp.tensor import RaggedDTensor, RaggedShard, gathering
 from ranks import run_ranks
 from tensor_cases import ragged, world_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 SHAPES = [(), (0, 4), (1, 17), (5, 3)]
 

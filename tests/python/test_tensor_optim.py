@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn, optim
+
 from raggedfsdp.tensor import RaggedDTensor
 from ranks import run_ranks
 from tensor_cases import ragged
-from torch import nn, optim
 
 SHAPES = [(), (0, 4), (1, 17), (5, 3), (7,), (2, 3, 5)]
 MODES: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+
 from raggedfsdp import _C
 from raggedfsdp.tensor import Granularity, RaggedDTensor, RaggedShard, distribute_tensor
 from ranks import run_ranks
 from tensor_cases import by_elements, ragged, world_mesh
-from torch.distributed.tensor import Replicate
 
 WORLDS = [1, 2, 3, 4]
 # G2 (dim 0 smaller than the world, empty), G4 (0-d), odd and prime sizes
