@@ -7,11 +7,13 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from raggedfsdp.tensor import RaggedDTensor, RaggedShard
+from raggedfsdp.tensor import distribute_tensor as distribute_tensor_ragged
 from ranks import run_ranks
 from tensor_cases import ragged, world_mesh
 
@@ -105,6 +107,23 @@ def _single_norms() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_single_norms(world: int) -> None:
     run_ranks(_single_norms, world)
+
+
+def _replicated_and_cut() -> None:
+    """R5 on a (2, 2) mesh: copies along one dim, pieces along the other; copies do not count twice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
+    tensor = distribute_tensor_ragged(torch.ones(12), mesh, [Replicate(), RaggedShard((0,), (5, 7))], src_data_rank=None)
+    for order, expected in ((2.0, math.sqrt(12)), (1.0, 12.0), (math.inf, 1.0)):
+        parameter = _with_gradient(tensor.clone(), tensor.clone())
+        with CommDebugMode() as traffic:
+            total = clip_grad_norm_([parameter], expected / 2, order)
+        assert traffic.get_total_counts() == 1
+        assert total.full_tensor().item() == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(parameter.grad.full_tensor(), torch.full((12,), 0.5))
+
+
+def test_a_mesh_with_copies() -> None:
+    run_ranks(_replicated_and_cut, 4)
 
 
 def _empty_everywhere() -> None:

@@ -149,6 +149,11 @@ def _versions() -> None:
         with torch.no_grad():
             mutate()
         assert flat._version > before, number
+    with torch.inference_mode():
+        before = flat._version
+        pieces[0].mul_(2)
+        torch._foreach_add_(pieces, 1.0)
+        assert flat._version >= before + 2
     with gathering(), torch.no_grad():
         before = flat._version
         pieces[0].cumsum_(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from raggedfsdp import _C
 from raggedfsdp.tensor import Granularity, RaggedDTensor, RaggedShard, distribute_tensor
@@ -71,6 +71,25 @@ def test_distribute_takes_the_values_of_the_source_rank(world: int) -> None:
     run_ranks(_values_come_from_one_rank, world)
 
 
+def _dtensors_are_cut() -> None:
+    mesh, rank = world_mesh(), dist.get_rank()
+    for shape in SHAPES:
+        full = _whole(shape)
+        for cut in (by_elements(shape, mesh.size()), RaggedShard((), [int(r == mesh.size() - 1) for r in range(mesh.size())])):
+            replicated = DTensor.from_local(full, mesh, [Replicate()])
+            assert torch.equal(distribute_tensor(replicated, mesh, cut).full_tensor(), full)
+            scales = [r + 1 for r in range(mesh.size())]
+            for op, total in (("sum", sum(scales)), ("max", max(scales)), ("min", 1)):
+                partial = DTensor.from_local(full * scales[rank], mesh, [Partial(op)])
+                assert torch.equal(distribute_tensor(partial, mesh, cut).full_tensor(), full * total)
+    with pytest.raises(_C.UsageError, match="redistribute"):
+        distribute_tensor(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]), mesh, by_elements((6, 3), 3))
+
+
+def test_cuts_replicated_and_partial_dtensors() -> None:
+    run_ranks(_dtensors_are_cut, 3)
+
+
 def _from_local_message(odd: str) -> str:
     mesh = world_mesh()
     rank = dist.get_rank()
@@ -112,6 +131,11 @@ def _from_local_is_differentiable() -> None:
     (moved * 3).to_local().backward(torch.ones_like(moved.to_local()))
     assert isinstance(tensor.grad, RaggedDTensor)
     assert torch.equal(tensor.grad.full_tensor(), torch.full((4, 3), 3.0))
+    whole = torch.arange(1.0, 13.0).view(4, 3).requires_grad_()
+    tensor = ragged(whole.detach()).requires_grad_()
+    (whole.square().sum() + whole.norm()).backward()
+    ((tensor * tensor).full_tensor().sum() + tensor.norm().full_tensor()).backward()
+    torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad)
 
 
 def test_gradients_flow_through() -> None:

@@ -26,6 +26,11 @@ def wrap(local: torch.Tensor, layout: Layout, *, requires_grad: bool = False) ->
     return tensor
 
 
+def _own_attributes(tensor: RaggedDTensor) -> dict[str, Any]:
+    """What a copy takes along. Names that begin with _ragged_ tie a tensor to the engine that owns its memory: not a copy's."""
+    return {name: value for name, value in tensor.__dict__.items() if not name.startswith("_ragged_")}
+
+
 class RaggedDTensor(DTensor):
     """Element-wise operations run on the local piece; norms reduce; everything else gathers when told to or is refused."""
 
@@ -133,7 +138,7 @@ class RaggedDTensor(DTensor):
             raise RuntimeError("RaggedDTensor: only leaves can be deep-copied; detach() first")
         result = wrap(self._local_tensor.clone(), self._layout, requires_grad=self.requires_grad)
         memo[id(self)] = result
-        result.__dict__ = copy.deepcopy(self.__dict__, memo)
+        result.__dict__ = copy.deepcopy(_own_attributes(self), memo)
         if self.grad is not None:
             if self.grad_dtype != self.dtype:
                 result.grad_dtype = self.grad_dtype
@@ -144,7 +149,7 @@ class RaggedDTensor(DTensor):
         # A clone, because the local tensor is usually a view of a bucket's buffer and would drag that and its padding along.
         cuts = [(p.dims, p.local_units) if isinstance(p, RaggedShard) else p for p in self.placements]
         layout = (self.device_mesh, cuts, tuple(self.shape), self.granularity.to_string())
-        return rebuild, (self._local_tensor.clone(), *layout, self.requires_grad, self.__dict__)
+        return rebuild, (self._local_tensor.clone(), *layout, self.requires_grad, _own_attributes(self))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local_tensor"], (self._layout, self.requires_grad)
