@@ -17,9 +17,10 @@ def _fingerprint(layout: Layout) -> int:
     return zlib.crc32(repr((tuple(layout.shape), layout.placements, layout.granularity.to_string())).encode())
 
 
-def _gather_rows(row: list[int], comm: _C.Comm) -> list[list[int]]:
+def _gather_rows(row: list[int], comm: _C.Comm, device: str) -> list[list[int]]:
     table = torch.zeros(comm.size, len(row), dtype=torch.int64)
     table[comm.rank] = torch.tensor(row)
+    table = table.to(device)  # where the mesh's transport can reach it
     comm.all_gather(table.view(-1)).order_after()
     return table.tolist()
 
@@ -34,7 +35,7 @@ def agree_on_lengths(local: torch.Tensor, layout: Layout) -> None:
         cause = error
     flat = local.dim() == 1 and local.is_contiguous()
     row = [local.numel(), int(flat), int(cause is None), _fingerprint(layout), zlib.crc32(str(local.dtype).encode())]
-    rows = _gather_rows(row, layout.comm)
+    rows = _gather_rows(row, layout.comm, layout.mesh.device_type)
     if any(not r[2] for r in rows):
         ranks = [i for i, r in enumerate(rows) if not r[2]]
         raise UsageError(

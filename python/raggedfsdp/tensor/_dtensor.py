@@ -35,6 +35,7 @@ class RaggedDTensor(DTensor):
     """Element-wise operations run on the local piece; norms reduce; everything else gathers when told to or is refused."""
 
     __slots__ = ("_layout",)
+    _is_ragged = True
     _layout: Layout
 
     @classmethod

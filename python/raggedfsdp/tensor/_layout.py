@@ -29,7 +29,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class Layout:
     """Mesh, placements, global shape and granularity. Nothing is checked and nothing is sent before it is needed."""
 
-    __slots__ = ("__dict__", "_specs", "granularity", "mesh", "placements", "shape")
+    __slots__ = ("__dict__", "_scalar_specs", "_specs", "granularity", "mesh", "placements", "shape")
 
     def __init__(
         self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], granularity: _C.Granularity
@@ -39,6 +39,7 @@ class Layout:
         self.shape = torch.Size(shape)
         self.granularity = granularity
         self._specs: dict[torch.dtype, DTensorSpec] = {}
+        self._scalar_specs: dict[tuple[Any, torch.dtype], DTensorSpec] = {}
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
@@ -109,6 +110,11 @@ class Layout:
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         return Layout(self.mesh, placements, self.shape, self.granularity)
 
-    def partial(self, placement: Partial) -> tuple[Placement, ...]:
-        """Placements of a value that every rank of the mesh dim computed from its own part."""
-        return tuple(placement if d == self.mesh_dim else Replicate() for d in range(len(self.placements)))
+    def scalar_spec(self, placement: Partial, dtype: torch.dtype) -> DTensorSpec:
+        """Of a 0-d value that every rank of the mesh dim computed from its own part."""
+        spec = self._scalar_specs.get((placement, dtype))
+        if spec is None:
+            placements = tuple(placement if d == self.mesh_dim else Replicate() for d in range(len(self.placements)))
+            meta = TensorMeta(torch.Size(), (), dtype)
+            spec = self._scalar_specs[placement, dtype] = DTensorSpec(self.mesh, placements, tensor_meta=meta)
+        return spec

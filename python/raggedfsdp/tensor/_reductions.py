@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from raggedfsdp import _C
 from raggedfsdp.tensor._layout import Layout
 from raggedfsdp.tensor._operands import Refused, bump, is_ragged, local_of
+
+if TYPE_CHECKING:
+    from raggedfsdp.tensor._dtensor import RaggedDTensor
 
 
 def _partial_of(order: float) -> Partial:
@@ -24,8 +26,8 @@ def _partial_of(order: float) -> Partial:
     return Partial("sum") if order == 0 else _NormPartial(order)
 
 
-def _scalar(value: torch.Tensor, layout: Layout, order: float) -> DTensor:
-    spec = DTensorSpec(layout.mesh, layout.partial(_partial_of(order)), tensor_meta=TensorMeta(torch.Size(), (), value.dtype))
+def _scalar(value: torch.Tensor, layout: Layout, placement: Partial) -> DTensor:
+    spec = layout.scalar_spec(placement, value.dtype)
     return torch.Tensor._dtensor__new__(DTensor, value, spec, requires_grad=False)
 
 
@@ -33,6 +35,10 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) ->
     if local.numel() == 0:  # the neutral element; torch has no maximum of nothing
         return local.new_full((), math.inf if order < 0 else 0.0, dtype=dtype)
     return torch.linalg.vector_norm(local, order, dtype=dtype)
+
+
+def _whole_norm(tensor: RaggedDTensor, order: float, dtype: torch.dtype | None) -> DTensor:
+    return _scalar(_local_norm(tensor._local_tensor, order, dtype), tensor._layout, _partial_of(order))
 
 
 def _over_everything(dim: Any, keepdim: bool, ndim: int) -> None:
@@ -46,7 +52,7 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if "out" in kwargs:
         raise Refused("it has no out= for partial results")
     _over_everything(dim, keepdim, tensor.dim())
-    return _scalar(_local_norm(tensor._local_tensor, float(order), kwargs.get("dtype")), tensor._layout, float(order))
+    return _whole_norm(tensor, float(order), kwargs.get("dtype"))
 
 
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,8 +62,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise Refused("it has no out= for partial results")
     order = 2 if given.get("p") is None else given["p"]
     _over_everything(given.get("dim"), bool(given.get("keepdim", False)), given["self"].dim())
-    tensor = given["self"]
-    return _scalar(_local_norm(tensor._local_tensor, float(order), given.get("dtype")), tensor._layout, float(order))
+    return _whole_norm(given["self"], float(order), given.get("dtype"))
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,7 +73,8 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         torch._foreach_norm([x for x in locals_ if x.numel()], order, dtype) if any(x.numel() for x in locals_) else ()
     )
     norms = [next(filled) if x.numel() else _local_norm(x, order, dtype) for x in locals_]
-    return [_scalar(n, t._layout, order) if is_ragged(t) else n for n, t in zip(norms, tensors, strict=True)]
+    placement = _partial_of(order)
+    return [_scalar(n, t._layout, placement) if is_ragged(t) else n for n, t in zip(norms, tensors, strict=True)]
 
 
 def any_or_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
