@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <thread>
+
 #include "comm/contract.h"
 #include "ragged/error.h"
 #include "support/thread_ranks.h"
@@ -57,6 +59,23 @@ TEST(LocalComm, NamesTheRankThatIsLate) {
   });
   // It does not write into tensors that the others gave up, and learns why.
   EXPECT_THAT(failure_of(comms[2]->all_gather(at::ones({6}))), HasSubstr("rank 2 did not come"));
+}
+
+// Rank 1 is in the middle of the work of both when rank 0's limit ends: that is not the time to give up.
+TEST(LocalComm, ALimitDoesNotCutAnOperationThatRuns) {
+  auto comms = make_local_comms(2);
+  const auto mine = at::ones({1 << 22}), theirs = at::ones({1 << 22});
+  const auto work = comms[0]->all_reduce(mine, ReduceOp::kSum);
+  std::thread rank_1([&] { (void)failure_of(comms[1]->all_reduce(theirs, ReduceOp::kSum)); });
+  std::this_thread::sleep_for(milliseconds(5));
+  try {
+    work->wait_host(milliseconds(1));
+    EXPECT_EQ(mine[0].item<float>(), 2);
+    EXPECT_EQ(mine[-1].item<float>(), 2);
+  } catch (const CommError& e) {
+    EXPECT_THAT(e.what(), HasSubstr("rank 1 did not come"));  // on a slow machine
+  }
+  rank_1.join();
 }
 
 TEST(LocalComm, NamesTheRankOutOfStep) {

@@ -58,6 +58,8 @@ void Hub::wait(const std::shared_ptr<Operation>& operation, std::int64_t rank, s
   std::unique_lock lock(mutex_);
   const auto settled = [&] { return operation->done || !operation->error.empty() || !missing(*operation, true).empty(); };
   const bool in_time = changed_.wait_for(lock, limit, settled);
+  // All came, and one of them is at it: that ends soon, and its requests must stay as they are.
+  if (operation->arrived == size_) changed_.wait(lock, [&] { return operation->done || !operation->error.empty(); });
   if (operation->done) return;
   if (operation->error.empty()) {
     if (in_time) {
