@@ -33,9 +33,9 @@ class PythonHost : public ParameterHost {
   Publish publish_;
 };
 
-std::shared_ptr<UnitCore> make_unit(std::string name, CommPtr comm, at::Device device, std::optional<at::ScalarType> param_dtype,
-                                    std::optional<at::ScalarType> reduce_dtype, const std::vector<ParameterSpec>& parameters,
-                                    Current current, Publish publish) {
+std::shared_ptr<UnitCore> make_unit(std::string name, CommPtr comm, at::Device device,
+                                    std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
+                                    const std::vector<ParameterSpec>& parameters, Current current, Publish publish) {
   UnitOptions options{std::move(name), Mesh{{std::move(comm)}}, device, param_dtype, reduce_dtype};
   return std::make_shared<UnitCore>(std::move(options), parameters,
                                     std::make_shared<PythonHost>(std::move(current), std::move(publish)));
@@ -57,7 +57,8 @@ void bind_bucket(py::module_& m) {
       .def_readwrite("gathers", &Bucket::gathers)
       .def_readwrite("reductions", &Bucket::reductions)
       .def("shard", [](Bucket& b) { return b.shard().local(); })
-      .def("shard_view", [](Bucket& b, std::size_t i) { return b.shard().shard_view(i); }, py::arg("slot"))
+      .def(
+          "shard_view", [](Bucket& b, std::size_t i) { return b.shard().shard_view(i); }, py::arg("slot"))
       .def("gathered_view", &Bucket::gathered_view, py::arg("slot"))
       .def("gradient_view", &Bucket::gradient_view, py::arg("slot"))
       .def("materialize", &Bucket::materialize)
@@ -92,6 +93,19 @@ void bind_unit(py::module_& m) {
       .def_readwrite("reshard_after_backward", &UnitCore::reshard_after_backward)
       .def_readwrite("sync_gradients", &UnitCore::sync_gradients)
       .def_readwrite("divide_factor", &UnitCore::divide_factor)
+      .def_readwrite("unshard_in_backward", &UnitCore::unshard_in_backward)
+      .def(
+          "set_forward_prefetch",
+          [](UnitCore& u, const std::vector<std::shared_ptr<UnitCore>>& units) {
+            u.forward_prefetch.assign(units.begin(), units.end());
+          },
+          py::arg("units"))
+      .def(
+          "set_backward_prefetch",
+          [](UnitCore& u, const std::vector<std::shared_ptr<UnitCore>>& units) {
+            u.backward_prefetch.assign(units.begin(), units.end());
+          },
+          py::arg("units"))
       .def_readwrite("group_size", &UnitCore::group_size);
 }
 
@@ -103,11 +117,15 @@ void bind_engine(py::module_& m) {
   py::class_<Invocation, std::shared_ptr<Invocation>>(m, "Invocation")
       .def(
           "attach_inputs",
-          [](const std::shared_ptr<Invocation>& i, const std::vector<at::Tensor>& t) { return attach_boundary(t, i, Side::kInput); },
+          [](const std::shared_ptr<Invocation>& i, const std::vector<at::Tensor>& t) {
+            return attach_boundary(t, i, Side::kInput);
+          },
           py::arg("tensors"))
       .def(
           "attach_outputs",
-          [](const std::shared_ptr<Invocation>& i, const std::vector<at::Tensor>& t) { return attach_boundary(t, i, Side::kOutput); },
+          [](const std::shared_ptr<Invocation>& i, const std::vector<at::Tensor>& t) {
+            return attach_boundary(t, i, Side::kOutput);
+          },
           py::arg("tensors"));
   py::class_<Context, std::shared_ptr<Context>>(m, "Context")
       .def(py::init<>())
@@ -118,7 +136,8 @@ void bind_engine(py::module_& m) {
       .def("unshard", &Context::unshard, py::arg("unit"), NoGil())
       .def("reshard", &Context::reshard, py::arg("unit"), NoGil())
       .def("reset", &Context::reset, NoGil())
-      .def("set_poison", [](Context& c, bool on) { c.pool().set_poison(on); }, py::arg("on"))
+      .def(
+          "set_poison", [](Context& c, bool on) { c.pool().set_poison(on); }, py::arg("on"))
       .def_property_readonly("steps", &Context::steps)
       .def("clear_events", [](Context& c) { c.log().clear(); })
       .def_property_readonly("events",

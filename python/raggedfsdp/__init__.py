@@ -14,9 +14,9 @@ check_torch(built_for())
 
 from raggedfsdp._C import CommError, Granularity, InternalError, RaggedShard, UsageError  # noqa: E402
 from raggedfsdp._fully_shard import fully_shard  # noqa: E402
-from raggedfsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method  # noqa: E402
+from raggedfsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from raggedfsdp.state_dict import full_state_dict, load_full_state_dict  # noqa: E402
-from raggedfsdp.tensor import RaggedDTensor, distribute_tensor  # noqa: E402
+from raggedfsdp.tensor import RaggedDTensor, distribute_tensor, gathering, initialize_  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -35,6 +35,9 @@ __all__ = [
     "distribute_tensor",
     "full_state_dict",
     "fully_shard",
+    "gathering",
+    "initialize_",
     "load_full_state_dict",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from raggedfsdp import _C
-from raggedfsdp._module import make_fsdp_module
-from raggedfsdp._parameters import Slot, owner_of
-from raggedfsdp._state import UnitState, unit_of, units_in
-from raggedfsdp.comm import comm_for
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+from raggedfsdp import _C
+from raggedfsdp._module import make_fsdp_module
+from raggedfsdp._optimizers import parameters_were_replaced
+from raggedfsdp._parameters import Slot, owner_of
+from raggedfsdp._state import UnitState, unit_of, units_in
+from raggedfsdp.comm import comm_for
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ParamPolicy = Callable[[str, torch.Size], _C.Granularity]
+PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 
 def fully_shard(
@@ -28,7 +33,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen; FSDP2's signature)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
@@ -43,21 +48,22 @@ def fully_shard(
             the outermost unit.
         mp_policy: dtypes of compute, reduction and outputs.
         ignored_params: left alone.
+        shard_placement_fn: FSDP2's way to say it: Shard(d) keeps slices of dim d whole.
         orig_param_policy: `fn(name, shape) -> Granularity`: what no shard boundary may cut. By default any element may begin
             a shard.
 
     Returns `module`. Raises UsageError on bad input, NotImplementedError for what is named but not built yet.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    _check_arguments(modules, reshard_after_forward, shard_placement_fn, offload_policy)
+    _check_arguments(modules, reshard_after_forward, shard_placement_fn, orig_param_policy, offload_policy)
     mesh = mesh if mesh is not None else _default_mesh()
     if mesh.ndim != 1:
         raise NotImplementedError(f"fully_shard: a mesh of {mesh.ndim} dims is not supported yet; pass a 1-D mesh")
     device = _device_of(mesh)
     state = UnitState(type(modules[0]).__name__, modules, mesh, mp_policy)
     own, borrowed = _collect(modules, ignored_params or set())
-    policy = orig_param_policy or (lambda name, shape: _C.Granularity.elements())
-    originals = [(name, p, slots, _granularity(policy, name, p)) for name, p, slots in own]
+    ask = functools.partial(_granularity, orig_param_policy, shard_placement_fn)
+    originals = [(name, p, slots, ask(name, p)) for name, p, slots in own]
     state.build(comm_for(mesh), device, originals)
     for slot, parameter in borrowed:
         state.borrow(slot, parameter)
@@ -70,10 +76,11 @@ def fully_shard(
         m.__dict__["_ragged_unit"] = state
         make_fsdp_module(m)
     _join(state, modules)
+    parameters_were_replaced()
     return module
 
 
-def _check_arguments(modules: list[nn.Module], reshard: Any, placement_fn: Any, offload: Any) -> None:
+def _check_arguments(modules: list[nn.Module], reshard: Any, placement_fn: Any, policy: Any, offload: Any) -> None:
     if not modules:
         raise _C.UsageError("fully_shard: an empty list of modules; pass at least one")
     for m in modules:
@@ -85,8 +92,8 @@ def _check_arguments(modules: list[nn.Module], reshard: Any, placement_fn: Any, 
             raise _C.UsageError(f"fully_shard: {type(m).__name__} is wrapped already; each module can be wrapped once")
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         raise NotImplementedError("fully_shard: reshard_after_forward as a number is not supported yet; pass True or False")
-    if placement_fn is not None:
-        raise NotImplementedError("fully_shard: shard_placement_fn is not supported yet; use orig_param_policy")
+    if placement_fn is not None and policy is not None:
+        raise _C.UsageError("fully_shard: pass shard_placement_fn or orig_param_policy, not both")
     if isinstance(offload, CPUOffloadPolicy):
         raise NotImplementedError(
             "fully_shard: CPUOffloadPolicy is not supported: shards, gathers and reductions live on the mesh's device"
@@ -110,14 +117,35 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _granularity(policy: ParamPolicy, name: str, parameter: nn.Parameter) -> _C.Granularity:
-    granularity = policy(name, parameter.shape)
-    if not isinstance(granularity, _C.Granularity):
+def _granularity(policy: ParamPolicy | None, placement_fn: PlacementFn | None, name: str, p: nn.Parameter) -> _C.Granularity:
+    if policy is not None:
+        granularity = policy(name, p.shape)
+        if not isinstance(granularity, _C.Granularity):
+            raise _C.UsageError(
+                f"fully_shard: orig_param_policy returned {granularity!r} for parameter '{name}'; expected a Granularity such as "
+                "Granularity.rows(32)"
+            )
+        return granularity
+    placement = placement_fn(p) if placement_fn is not None else None
+    if placement is None:
+        return _C.Granularity.elements()
+    if not isinstance(placement, Shard):
         raise _C.UsageError(
-            f"fully_shard: orig_param_policy returned {granularity!r} for parameter '{name}'; expected a Granularity such as "
-            "Granularity.rows(32)"
+            f"fully_shard: shard_placement_fn returned {placement!r} for parameter '{name}'; expected None or Shard(dim), or use "
+            "orig_param_policy"
         )
-    return granularity
+    return _granularity_of(placement, name, p.shape)
+
+
+def _granularity_of(placement: Shard, name: str, shape: torch.Size) -> _C.Granularity:
+    """Shards are flat, so Shard(d) becomes the granularity that contains its cuts: slices of dim d stay whole."""
+    ndim = len(shape)
+    dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < max(ndim, 1):
+        raise _C.UsageError(f"fully_shard: shard_placement_fn returned {placement} for parameter '{name}' of {ndim} dims")
+    if dim >= ndim - 1:
+        return _C.Granularity.elements()
+    return _C.Granularity.rows(max(1, math.prod(shape[dim + 1 : -1])))
 
 
 def _collect(
@@ -146,7 +174,9 @@ def _collect(
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise _C.UsageError(f"fully_shard: parameter '{name}' is lazy and has no shape yet; run a forward first")
         if isinstance(p, DTensor):
-            raise NotImplementedError(f"fully_shard: parameter '{name}' is a DTensor already ({p.placements}): not supported yet")
+            raise NotImplementedError(
+                f"fully_shard: parameter '{name}' is a DTensor already ({p.placements}): not supported yet"
+            )
     return list(own.values()), borrowed
 
 

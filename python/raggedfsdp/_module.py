@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+
 from raggedfsdp import _C
 from raggedfsdp._state import UnitState, unit_of, units_in
-from torch import nn
 
 
 class UnshardHandle:
@@ -23,6 +24,13 @@ class UnshardHandle:
             self._state = None
 
 
+def _unit(module: Any, who: str) -> UnitState:
+    state = unit_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise _C.UsageError(f"{who}: expected modules given to fully_shard, came {type(module).__name__}")
+    return state
+
+
 def _not_yet(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"FSDPModule.{name} is not supported yet")
@@ -34,6 +42,13 @@ def _not_yet(name: str) -> Any:
 
 class FSDPModule:
     """Mixed into the class of every module given to fully_shard."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Slicing a wrapped container constructs its class anew: that is the original class, without a unit.
+        original = cls.__mro__[2]
+        made = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the unit's parameters and shows them until `reshard()`. With `async_op` returns a handle to wait on."""
@@ -89,23 +104,43 @@ class FSDPModule:
             state.reset()
         self._state().context.reset()
 
-    set_requires_all_reduce = _not_yet("set_requires_all_reduce")
-    set_modules_to_forward_prefetch = _not_yet("set_modules_to_forward_prefetch")
-    set_modules_to_backward_prefetch = _not_yet("set_modules_to_backward_prefetch")
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathered when this module's forward begins, instead of the unit that the order predicts."""
+        self._state().core.set_forward_prefetch([_unit(m, "set_modules_to_forward_prefetch").core for m in modules])
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathered when this module's backward begins, instead of the unit that the order predicts."""
+        self._state().core.set_backward_prefetch([_unit(m, "set_modules_to_backward_prefetch").core for m in modules])
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Off: the unit's backward reads no parameter (an embedding), so it is not gathered for it."""
+        self._state().core.unshard_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The next forward of this root waits for `event` on the current stream."""
+        self._state().post_optim_event = event
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """For HSDP; on a 1-D mesh there is no all-reduce of gradients and this changes nothing, as in FSDP2."""
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reductions here are always sums, divided afterwards on the shard."""
+
     set_custom_all_gather = _not_yet("set_custom_all_gather")
     set_custom_reduce_scatter = _not_yet("set_custom_reduce_scatter")
     set_all_reduce_hook = _not_yet("set_all_reduce_hook")
-    set_post_optim_event = _not_yet("set_post_optim_event")
-    set_reduce_scatter_divide_factor = _not_yet("set_reduce_scatter_divide_factor")
-    set_force_sum_reduction_for_comms = _not_yet("set_force_sum_reduction_for_comms")
-    set_unshard_in_backward = _not_yet("set_unshard_in_backward")
+    set_reduce_scatter_unused_params = _not_yet("set_reduce_scatter_unused_params")
+    set_reduce_scatter_max_input_buffers = _not_yet("set_reduce_scatter_max_input_buffers")
+    set_separate_reduce_scatter_group = _not_yet("set_separate_reduce_scatter_group")
     set_allocate_memory_from_process_group_for_comm = _not_yet("set_allocate_memory_from_process_group_for_comm")
+    set_symm_mem_for_comm = _not_yet("set_symm_mem_for_comm")
 
     def _state(self) -> UnitState:
-        state = unit_of(self)  # type: ignore[arg-type]
-        if state is None:
-            raise _C.InternalError(f"{type(self).__name__} is an FSDPModule without a unit")
-        return state
+        return _unit(self, "FSDPModule")
 
     def _states(self, recurse: bool) -> Iterable[UnitState]:
         return units_in(self) if recurse else [self._state()]  # type: ignore[arg-type]
@@ -157,3 +192,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return output
 
     setattr(module, method_name, wrapped.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Several roots (the stages of a pipeline) share one memory pool and one order of units."""
+    states = [_unit(m, "share_comm_ctx") for m in modules]
+    context = _C.Context()
+    for root, module in zip(states, modules, strict=True):
+        if not root.is_root:
+            raise _C.UsageError(f"share_comm_ctx: unit '{root.name}' is inside another one; pass outermost modules")
+        for state in units_in(module):  # type: ignore[arg-type]
+            context.add(state.core)
+            state.context = context

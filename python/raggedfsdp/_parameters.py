@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+
 from raggedfsdp import _C
 from raggedfsdp.tensor import RaggedDTensor
-from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,7 +73,7 @@ class ShardedParameter:
         bucket = core.buckets[self.bucket]
         self.local = bucket.shard_view(self.slot)
         self.leaf = nn.Parameter(bucket.gathered_view(self.slot), requires_grad=self.sharded.requires_grad)
-        self.leaf.__dict__.update({k: v for k, v in self.sharded.__dict__.items() if k != _OWNER})
+        self.leaf.__dict__.update(self.sharded.__dict__)
         if self.sharded.dtype.is_floating_point and bucket.reduce_dtype != bucket.shard_dtype:
             # bf16 shards with fp32 reduction have fp32 gradients (torch refuses them otherwise).
             self.sharded.grad_dtype = None

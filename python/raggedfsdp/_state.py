@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
 from raggedfsdp import _C
+from raggedfsdp._optimizers import parameters_were_replaced
 from raggedfsdp._parameters import ShardedParameter, Slot, owner_of
 from raggedfsdp._tree import map_tensors
 from raggedfsdp.tensor import RaggedDTensor
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +37,7 @@ class UnitState:
         self.context: _C.Context
         self.shows_leaves = 0
         self.explicit = False  # between unshard() and reshard()
+        self.post_optim_event: torch.Event | None = None
         self._invocations: list[_C.Invocation] = []
         self._by_bucket: list[list[ShardedParameter]] = []
 
@@ -144,10 +147,9 @@ class UnitState:
             else:
                 layout = parameter.sharded._layout
                 local = layout.slice_of(current.detach()).to(parameter.local.dtype)
-                replacement = nn.Parameter(
-                    parameter.sharded.data.with_local(local), requires_grad=current.requires_grad
-                )
+                replacement = nn.Parameter(parameter.sharded.data.with_local(local), requires_grad=current.requires_grad)
         replacement.__dict__.update(parameter.sharded.__dict__)
+        parameters_were_replaced()
         parameter.sharded = replacement
         for slot in parameter.slots:
             slot.put(replacement)
@@ -203,6 +205,9 @@ class UnitState:
         self.adopt()
         for _, parameter in self.borrowed:
             parameter.unit.adopt()
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
         invocation = self.context.enter_forward(self.core, self.is_root)
         self._invocations.append(invocation)
         self.show_leaves()

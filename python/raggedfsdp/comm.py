@@ -17,9 +17,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-from raggedfsdp import _C
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+from raggedfsdp import _C
 
 CommTable = weakref.WeakKeyDictionary[ProcessGroup, _C.Comm]
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
 from raggedfsdp import _C
 from raggedfsdp._state import units_in
 from raggedfsdp.tensor import RaggedDTensor
-from torch import nn
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -36,11 +37,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, rank0_on
         return model.load_state_dict(dict(state), strict=strict)
     comm = _comm(model)
     targets = model.state_dict()
-    have = torch.tensor([1 if key in state else 0 for key in targets] if comm.rank == 0 else [0] * len(targets), dtype=torch.uint8)
+    have = torch.tensor([comm.rank == 0 and key in state for key in targets], dtype=torch.uint8)
     comm.broadcast(have, 0).order_after()
     missing = [key for key, there in zip(targets, have.tolist(), strict=True) if not there]
     if missing and strict:
-        raise _C.UsageError(f"load_full_state_dict: rank 0 has no values for {', '.join(missing)}; pass strict=False to skip them")
+        raise _C.UsageError(
+            f"load_full_state_dict: rank 0 has no values for {', '.join(missing)}; pass strict=False to skip them"
+        )
     received = {key: _broadcast(comm, key, value, state.get(key)) for key, value in targets.items() if key not in missing}
     return model.load_state_dict(received, strict=strict)
 

@@ -38,8 +38,8 @@ DBuffer::DBuffer(DBufferOptions options) : options_(std::move(options)) {
                      " devices and the mesh dim has " + std::to_string(shard_comm().size()) + " ranks");
   }
   const std::int64_t numel = sharded_ ? plan().shard_numel : plan().global_numel();
-  storage_ = std::make_unique<SwappableStorage>(
-      numel * static_cast<std::int64_t>(c10::elementSize(options_.dtype)), options_.device, released_message(options_.owner));
+  storage_ = std::make_unique<SwappableStorage>(numel * static_cast<std::int64_t>(c10::elementSize(options_.dtype)),
+                                                options_.device, released_message(options_.owner));
   local_ = storage_->tensor(0, {numel}, options_.dtype);
 }
 

@@ -11,7 +11,9 @@ namespace ragged {
 BufferPool::Block BufferPool::acquire(std::int64_t bytes, at::Device device) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  auto fits = [&](const Block& b) { return b.memory.device() == device && b.bytes() >= bytes && b.bytes() <= bytes + bytes / 4; };
+  auto fits = [&](const Block& b) {
+    return b.memory.device() == device && b.bytes() >= bytes && b.bytes() <= bytes + bytes / 4;
+  };
   auto best = free_.end();
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     if (fits(*it) && (best == free_.end() || it->bytes() < best->bytes())) best = it;

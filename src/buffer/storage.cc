@@ -15,7 +15,8 @@ alignas(64) char kNothing[64] = {};
 }  // namespace
 
 SwappableStorage::SwappableStorage(std::int64_t bytes, at::Device device, std::string released_message)
-    : storage_(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(kNothing, device), /*allocator=*/nullptr, /*resizable=*/false),
+    : storage_(c10::Storage::use_byte_size_t(), bytes, at::DataPtr(kNothing, device), /*allocator=*/nullptr,
+               /*resizable=*/false),
       device_(device),
       bytes_(bytes),
       released_message_(std::move(released_message)) {

@@ -50,12 +50,12 @@ void Context::enter_backward(UnitCore& unit, const Invocation& invocation) {
                                  [&](const Entered& e) { return e.unit.get() == &unit && !e.finished; });
   if (known) return;
   log_.add({EventKind::kBackward, unit.index()});
-  unit.hold(kHoldBackward);
+  if (unit.unshard_in_backward) unit.hold(kHoldBackward);
   arrived(unit);
   unit.finish_gather();
   unit.mark_entered();
   now.entered.push_back({unit.shared_from_this(), unit.earliest_entry_in_graph(), false});
-  prefetch(backward_order_.enter(unit.index()));
+  prefetch(unit.backward_prefetch, backward_order_.enter(unit.index()));
 }
 
 void Context::leave_backward(UnitCore& unit, const Invocation& invocation) {

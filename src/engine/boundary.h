@@ -24,7 +24,7 @@ struct Invocation {
   std::weak_ptr<UnitCore> unit;  // the graph may outlive the model
   std::int64_t entered_at = 0;   // ticks of the context's clock
   std::int64_t left_at = 0;
-  std::int64_t generation = 0;   // of the unit's buckets when they were gathered
+  std::int64_t generation = 0;                   // of the unit's buckets when they were gathered
   torch::autograd::Node* output_node = nullptr;  // to ask whether a graph contains it; never dereferenced
 };
 

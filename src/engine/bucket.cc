@@ -12,12 +12,8 @@ namespace ragged {
 namespace {
 
 DBufferOptions buffer_options(const BucketOptions& o, BufferPlacement placement, at::ScalarType dtype, const char* what) {
-  return {.plan = o.plan,
-          .mesh = o.mesh,
-          .placements = {placement},
-          .dtype = dtype,
-          .device = o.device,
-          .owner = o.owner + what};
+  return {
+      .plan = o.plan, .mesh = o.mesh, .placements = {placement}, .dtype = dtype, .device = o.device, .owner = o.owner + what};
 }
 
 // Sums in fp16 overflow where the mean would not, so half of the division comes before the sum.

@@ -1,5 +1,6 @@
 #pragma once
-// The tensors of a unit that share one buffer, and the two small machines of their life (design: life cycle, docs/life_cycle.md).
+// The tensors of a unit that share one buffer, and the two small machines of their life (design: life cycle,
+// docs/life_cycle.md).
 //
 //   memory    Sharded --start_gather--> Gathering --finish_gather--> Gathered --release--> Sharded
 //   gradient  Empty --sink--> Accumulating --start_reduce--> Reducing --finish_reduce--> Empty
@@ -76,7 +77,9 @@ class Bucket {
   void finish_reduce(double factor, BufferPool& pool);
   void discard_gradients(BufferPool& pool);
   [[nodiscard]] GradientState gradient_state() const { return gradient_state_; }
-  [[nodiscard]] const std::vector<std::uint8_t>& used() const { return used_; }  // which got a gradient since the last reduction
+  [[nodiscard]] const std::vector<std::uint8_t>& used() const {
+    return used_;
+  }                                                       // which got a gradient since the last reduction
   [[nodiscard]] at::Tensor gradient_view(std::size_t i);  // this rank's part in the gradient shard
   [[nodiscard]] std::int64_t gradient_shard_bytes() const;
 
@@ -85,7 +88,7 @@ class Bucket {
   [[nodiscard]] bool trainable() const;
   std::int64_t gathers = 0;  // collectives started since the counters were last cleared
   std::int64_t reductions = 0;
-  bool shared = false;  // another unit uses it too (a tied parameter): reduced only at the end of backward
+  bool shared = false;   // another unit uses it too (a tied parameter): reduced only at the end of backward
   bool entered = false;  // a user took part in the backward under way
 
  private:

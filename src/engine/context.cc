@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <utility>
+
 #include "ragged/error.h"
 
 namespace ragged {
@@ -47,7 +49,7 @@ std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermos
   arrived(unit);
   if (!recompute) unit.refresh();
   unit.finish_gather();
-  if (!recompute) prefetch(forward_order_.enter(unit.index()));
+  if (!recompute) prefetch(unit.forward_prefetch, forward_order_.enter(unit.index()));
   auto invocation = std::make_shared<Invocation>();
   invocation->unit = unit.weak_from_this();
   invocation->entered_at = ++clock_;
@@ -92,25 +94,30 @@ void Context::reshard(UnitCore& unit) {
   unit.drop_all_but(kHoldForward | kHoldBackward);
 }
 
-void Context::prefetch(std::int64_t next) {
-  if (next < 0 || !prefetched_.expired()) return;
-  auto unit = units_.at(static_cast<std::size_t>(next)).lock();
+// What the user asked for goes before what the order predicts. A guess takes memory for one unit only.
+void Context::prefetch(const std::vector<std::weak_ptr<UnitCore>>& asked, std::int64_t guess) {
+  for (const auto& weak : asked) gather_ahead(weak.lock());
+  if (asked.empty() && guess >= 0 && prefetched_.empty()) gather_ahead(units_.at(static_cast<std::size_t>(guess)).lock());
+}
+
+void Context::gather_ahead(const std::shared_ptr<UnitCore>& unit) {
   if (!unit || unit->held()) return;
   unit->hold(kHoldPrefetch);
-  log_.add({EventKind::kPrefetch, next});
-  prefetched_ = unit;
+  log_.add({EventKind::kPrefetch, unit->index()});
+  prefetched_.push_back(unit);
+}
+
+void Context::drop_prefetched() {
+  for (const auto& weak : std::exchange(prefetched_, {})) {
+    if (auto unit = weak.lock()) unit->drop(kHoldPrefetch);
+  }
 }
 
 // The unit holds its memory for a reason of its own now.
 void Context::arrived(UnitCore& unit) {
-  if (prefetched_.lock().get() == &unit) prefetched_.reset();
+  std::erase_if(prefetched_, [&](const auto& weak) { return weak.expired() || weak.lock().get() == &unit; });
   if (recomputed_.lock().get() == &unit) recomputed_.reset();
   unit.drop_all_but(~unsigned{kHoldPrefetch | kHoldRecompute});
-}
-
-void Context::drop_prefetched() {
-  if (auto unit = prefetched_.lock()) unit->drop(kHoldPrefetch);
-  prefetched_.reset();
 }
 
 // A unit recomputed inside a backward stays gathered: its own backward follows, unless another unit is recomputed first.
@@ -130,7 +137,7 @@ void Context::reset() {
   in_flight_.clear();
   completed_.clear();
   usage_ = UsageExchange();
-  prefetched_.reset();
+  prefetched_.clear();
   recomputed_.reset();
   depth_ = 0;
   for (const auto& unit : units()) {

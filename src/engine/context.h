@@ -71,7 +71,8 @@ class Context : public std::enable_shared_from_this<Context> {
   void exchange_usage();
   void settle_usage(bool whole_backward);
   void publish_late(const std::vector<Reduction>& completed, const std::vector<std::uint8_t>& used);
-  void prefetch(std::int64_t unit);
+  void prefetch(const std::vector<std::weak_ptr<UnitCore>>& asked, std::int64_t guess);
+  void gather_ahead(const std::shared_ptr<UnitCore>& unit);
   void drop_prefetched();
   void arrived(UnitCore& unit);
   void leave_group(UnitCore& unit);
@@ -90,7 +91,7 @@ class Context : public std::enable_shared_from_this<Context> {
   UsageExchange usage_;
   GatherOrder forward_order_;
   GatherOrder backward_order_;
-  std::weak_ptr<UnitCore> prefetched_;
+  std::vector<std::weak_ptr<UnitCore>> prefetched_;
   std::weak_ptr<UnitCore> recomputed_;
 };
 

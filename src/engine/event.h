@@ -7,15 +7,15 @@
 namespace ragged {
 
 enum class EventKind {
-  kGather,        // an all-gather was started
-  kPrefetch,      // the gather just logged was started ahead of its use
-  kRelease,       // gathered memory went back to the pool
-  kReduce,        // a reduce-scatter was started
-  kPublish,       // gradients of a bucket were handed to the parameters
-  kUsage,         // the bitmask all-reduce of a backward
-  kForward,       // a unit was entered in forward
-  kBackward,      // a unit was entered in backward
-  kReset,         // the engine recovered from an exception inside a step
+  kGather,    // an all-gather was started
+  kPrefetch,  // the gather just logged was started ahead of its use
+  kRelease,   // gathered memory went back to the pool
+  kReduce,    // a reduce-scatter was started
+  kPublish,   // gradients of a bucket were handed to the parameters
+  kUsage,     // the bitmask all-reduce of a backward
+  kForward,   // a unit was entered in forward
+  kBackward,  // a unit was entered in backward
+  kReset,     // the engine recovered from an exception inside a step
 };
 
 struct Event {

@@ -35,13 +35,13 @@ struct UnitOptions {
 
 // What holds the gathered copy. Several may at once.
 enum Hold : unsigned {
-  kHoldForward = 1,    // inside its forward
-  kHoldKept = 2,       // reshard_after_forward is off and a backward is expected
-  kHoldBackward = 4,   // between its output node and its input node
-  kHoldExplicit = 8,   // unshard() without reshard()
-  kHoldPrefetch = 16,  // gathered ahead of its use
+  kHoldForward = 1,     // inside its forward
+  kHoldKept = 2,        // reshard_after_forward is off and a backward is expected
+  kHoldBackward = 4,    // between its output node and its input node
+  kHoldExplicit = 8,    // unshard() without reshard()
+  kHoldPrefetch = 16,   // gathered ahead of its use
   kHoldRecompute = 32,  // recomputed inside a backward: its own backward follows
-  kHoldGroup = 64  // between the modules of a unit of several
+  kHoldGroup = 64       // between the modules of a unit of several
 };
 
 // What the language around the engine does for the sharded parameters. Called on the thread that runs backward.
@@ -100,9 +100,13 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   // Switches, set by the language's face at any time between steps.
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
+  bool unshard_in_backward = true;  // off: nothing in its backward reads its parameters (an embedding)
   bool sync_gradients = true;
   double divide_factor = 0.0;  // 0: the number of ranks
 
+  // Gathered when this unit is entered, instead of the unit that the order predicts.
+  std::vector<std::weak_ptr<UnitCore>> forward_prefetch;
+  std::vector<std::weak_ptr<UnitCore>> backward_prefetch;
   // A unit of several modules stays gathered from the first one's forward to the last one's.
   std::int64_t group_size = 1;
   std::int64_t group_runs = 0;
