@@ -4,7 +4,7 @@ import datetime
 import torch
 import torch.distributed.tensor.placement_types
 import typing
-__all__: list[str] = ['BUILT_FOR_TORCH', 'Bucket', 'Comm', 'CommError', 'CommRecord', 'Context', 'Granularity', 'GroupRoute', 'HostileComm', 'InFlight', 'InternalError', 'Interval', 'Invocation', 'Order', 'ParameterSpec', 'Plan', 'PlanOptions', 'RaggedCut', 'RaggedExtents', 'RaggedShard', 'RecordingComm', 'ReduceOp', 'TensorSpec', 'UnitBucket', 'UnitCore', 'UnitPlanOptions', 'UnitPlan', 'UsageError', 'Work', 'extents_of', 'gather_ragged', 'make_fake_comm', 'make_hostile_comm', 'make_local_comms', 'make_process_group_comm', 'make_recording_comm', 'plan_bucket', 'plan_unit', 'plan_units', 'ragged_cut', 'ragged_extents', 'reduce_to_ragged', 'reshard_ragged', 'slice_ragged']
+__all__: list[str] = ['BUILT_FOR_TORCH', 'Bucket', 'Comm', 'CommError', 'CommRecord', 'Context', 'Granularity', 'GroupRoute', 'HostileComm', 'InFlight', 'InternalError', 'Interval', 'Invocation', 'Order', 'ParameterSpec', 'Plan', 'PlanOptions', 'RaggedCut', 'RaggedExtents', 'RaggedShard', 'RecordingComm', 'ReduceOp', 'TensorSpec', 'UnitBucket', 'UnitCore', 'UnitPlan', 'UnitPlanOptions', 'UsageError', 'Work', 'extents_of', 'gather_ragged', 'make_fake_comm', 'make_hostile_comm', 'make_local_comms', 'make_process_group_comm', 'make_recording_comm', 'plan_bucket', 'plan_unit', 'plan_units', 'ragged_cut', 'ragged_extents', 'reduce_to_ragged', 'reshard_ragged', 'slice_ragged']
 class UsageError(ValueError):
     pass
 class CommError(RuntimeError):
@@ -578,14 +578,20 @@ class ParameterSpec:
     def __init__(self, name: str, value: torch.Tensor, granularity: Granularity, requires_grad: bool) -> None:
         ...
 class UnitCore:
+    name: str
     reshard_after_backward: bool
     reshard_after_forward: bool
     sync_gradients: bool
+    unshard_in_backward: bool
     def __init__(self, name: str, comm: Comm, device: torch.device, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, parameters: collections.abc.Sequence[ParameterSpec], current_gradients: collections.abc.Callable[[int], list[torch.Tensor | None]], publish: collections.abc.Callable[[int, collections.abc.Sequence[int]], None]) -> None:
         ...
     def borrow(self, bucket: Bucket) -> None:
         ...
     def finish_gather(self) -> None:
+        ...
+    def set_backward_prefetch(self, units: collections.abc.Sequence[UnitCore]) -> None:
+        ...
+    def set_forward_prefetch(self, units: collections.abc.Sequence[UnitCore]) -> None:
         ...
     def set_leaf(self, bucket: int, slot: int, leaf: torch.Tensor) -> None:
         ...
@@ -611,9 +617,6 @@ class UnitCore:
         ...
     @property
     def index(self) -> int:
-        ...
-    @property
-    def name(self) -> str:
         ...
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -655,6 +658,9 @@ class Context:
         ...
     @property
     def pool_used_bytes(self) -> int:
+        ...
+    @property
+    def steps(self) -> int:
         ...
     @property
     def units(self) -> list[UnitCore]:
