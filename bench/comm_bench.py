@@ -25,6 +25,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from raggedfsdp import _C
 
 Call = Callable[[_C.Comm], _C.Work]

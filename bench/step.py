@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from transformer import Shape
 
 ENGINES = ("raggedfsdp", "fsdp2")

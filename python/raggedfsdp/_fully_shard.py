@@ -122,8 +122,8 @@ def _granularity(policy: ParamPolicy | None, placement_fn: PlacementFn | None, n
         granularity = policy(name, p.shape)
         if not isinstance(granularity, _C.Granularity):
             raise _C.UsageError(
-                f"fully_shard: orig_param_policy returned {granularity!r} for parameter '{name}'; expected a Granularity such as "
-                "Granularity.rows(32)"
+                f"fully_shard: orig_param_policy returned {granularity!r} for parameter '{name}'; expected a "
+                "Granularity such as Granularity.rows(32)"
             )
         return granularity
     placement = placement_fn(p) if placement_fn is not None else None
@@ -131,8 +131,8 @@ def _granularity(policy: ParamPolicy | None, placement_fn: PlacementFn | None, n
         return _C.Granularity.elements()
     if not isinstance(placement, Shard):
         raise _C.UsageError(
-            f"fully_shard: shard_placement_fn returned {placement!r} for parameter '{name}'; expected None or Shard(dim), or use "
-            "orig_param_policy"
+            f"fully_shard: shard_placement_fn returned {placement!r} for parameter '{name}'; expected None or "
+            "Shard(dim), or use orig_param_policy"
         )
     return _granularity_of(placement, name, p.shape)
 

@@ -158,8 +158,8 @@ class UnitState:
         local = parameter.sharded._local_tensor
         if local.is_meta:
             raise _C.UsageError(
-                f"unit '{self.name}': parameter '{parameter.name}' is still on the meta device; call model.to_empty(device=...) "
-                "and initialise it before its first use"
+                f"unit '{self.name}': parameter '{parameter.name}' is still on the meta device; call "
+                "model.to_empty(device=...) and initialise it before its first use"
             )
         if local.dtype != parameter.local.dtype or local.device != parameter.local.device:
             self._retype(parameter.bucket, parameter)
@@ -177,7 +177,7 @@ class UnitState:
             if local.dtype != dtype or local.device != device:
                 raise _C.UsageError(
                     f"unit '{self.name}': parameter '{first.name}' became {dtype} on {device} and '{parameter.name}', which "
-                    f"shares its buffer, {local.dtype} on {local.device}; change the whole unit, or change it before fully_shard"
+                    f"shares its buffer, {local.dtype} on {local.device}; change the whole unit, or before fully_shard"
                 )
         self.core.buckets[bucket].retype(dtype, device)
         self.core.buckets[bucket].materialize()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from raggedfsdp.cli import checks
 from raggedfsdp.cli.main import main
 from raggedfsdp.presets import PRESETS

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
+
 from raggedfsdp import UsageError
 from raggedfsdp.cli import run
 from raggedfsdp.cli.exits import UNLIKE
 from raggedfsdp.cli.tables import memory_table, units_table, verdict, verify_table
 from raggedfsdp.report import MemoryReport, ParameterDifference, StepReport, TrainReport, UnitReport, VerifyReport
-from rich.console import Console
-from rich.table import Table
 
 pytestmark = pytest.mark.timeout(60)
 UNIT = UnitReport("model.layers.0", 1000, 9, 4, 256, 24, 1, "torch.float32", 8192, 4096)

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 from raggedfsdp import _C
 from raggedfsdp.comm import comm_for, wrap_comms
 from ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 
 DTYPES = [
     torch.float32,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from raggedfsdp import UsageError
 from raggedfsdp.data import Draw, open_corpus
 

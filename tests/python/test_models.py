@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from raggedfsdp import UsageError
 from raggedfsdp.models import ROOT, build_model, load_config, units
 from raggedfsdp.presets import PRESETS
-from torch import nn
 
 pytestmark = pytest.mark.timeout(60)
 
