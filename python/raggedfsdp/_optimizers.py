@@ -40,7 +40,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if owner is not None and owner.sharded is not p:
             raise _C.UsageError(
                 f"{type(optimizer).__name__}.step: it holds parameter '{owner.name}' of unit '{owner.unit.name}' as it was "
-                "before fully_shard (or before load_state_dict(assign=True)), which no longer trains; make the optimiser afterwards, "
+                "before fully_shard (or before load_state_dict(assign=True)), which no longer trains; make it afterwards, "
                 "from model.parameters()"
             )
     _checked[optimizer] = seen
