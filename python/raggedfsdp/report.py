@@ -22,19 +22,20 @@ class UnitReport:
     shard_numel: int
     padding_numel: int
     buckets: int
-    dtype: str
-    gathered_bytes_per_step: int
+    dtype: str  # of the gathered parameters
+    shard_bytes: int
+    gathered_bytes_per_step: int  # the gathered buffer's size, as often as it was gathered
     reduced_bytes_per_step: int
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one rank. `peak_bytes` is the most that shards, pool and gradients held together at any time."""
+    """Bytes of one rank."""
 
     shard_bytes: int
-    pool_bytes: int
-    gradient_bytes: int
-    peak_bytes: int
+    pool_bytes: int  # gathered parameters and unreduced gradients
+    gradient_bytes: int  # of the shards
+    peak_bytes: int  # the most that these held together at any time
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def _unit_report(state: UnitState) -> UnitReport:
         padding_numel=sum(p.padding_numel() for p in plans),
         buckets=len(buckets),
         dtype=", ".join(dict.fromkeys(str(b.param_dtype).removeprefix("torch.") for b in buckets)),
+        shard_bytes=sum(b.shard_bytes for b in buckets),
         gathered_bytes_per_step=sum(b.gathers * b.gathered_bytes for b in buckets) // steps,
         reduced_bytes_per_step=sum(b.reductions * b.plan.global_numel() * b.reduce_dtype.itemsize for b in buckets) // steps,
     )

@@ -28,6 +28,8 @@ def main() -> NoReturn:
     """Runs a command. An error that has a name is one line; a traceback is left for our own bugs."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this, in silence
+            _say("interrupted", INTERRUPTED)
     except (typer.Abort, KeyboardInterrupt):
         code = _say("interrupted", INTERRUPTED)
     except Exception as e:

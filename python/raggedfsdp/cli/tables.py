@@ -22,7 +22,7 @@ def units_table(units: tuple[UnitReport, ...]) -> Table:
         values = [
             name,
             count(unit.parameters),
-            size(unit.shard_numel * _itemsize(unit.dtype)),
+            size(unit.shard_bytes),
             share(unit.padding_numel, unit.shard_numel * unit.devices),
             size(unit.gathered_bytes_per_step),
             size(unit.reduced_bytes_per_step),
@@ -41,14 +41,14 @@ def memory_table(memory: MemoryReport) -> Table:
 def verify_table(verify: VerifyReport) -> Table:
     """Every parameter, or of very many the most different."""
     table = _table("Largest difference from the unsharded run", "", "absolute", "relative", "tolerance")
-    table.add_row("loss", "", f"{verify.loss:.1e}", f"{verify.loss_tolerance:.0e}")
-    table.add_row("gradient norm", "", f"{verify.gradient_norm:.1e}", f"{verify.gradient_norm_tolerance:.0e}")
+    table.add_row("loss", "", _short(verify.loss), f"{verify.loss_tolerance:.0e}")
+    table.add_row("gradient norm", "", _short(verify.gradient_norm), f"{verify.gradient_norm_tolerance:.0e}")
     rows = list(verify.parameters)
     more = len(rows) - _MANY_PARAMETERS
     if more > 0:
         rows = sorted(rows, key=lambda d: d.relative, reverse=True)[:_MANY_PARAMETERS]
     for d in rows:
-        table.add_row(d.parameter, f"{d.largest:.1e}", f"{d.relative:.1e}", f"{verify.parameter_tolerance:.0e}")
+        table.add_row(d.parameter, _short(d.largest), _short(d.relative), f"{verify.parameter_tolerance:.0e}")
     if more > 0:
         table.add_row(f"{more} that differ less", "", "", "")
     return table
@@ -78,10 +78,8 @@ def _alike(units: tuple[UnitReport, ...]) -> list[tuple[UnitReport, str]]:
     return rows
 
 
-def _itemsize(dtype: str) -> int:
-    import torch
-
-    return int(getattr(torch, dtype.removeprefix("torch.")).itemsize)
+def _short(difference: float) -> str:
+    return "0" if difference == 0 else f"{difference:.1e}"
 
 
 def _table(title: str, first: str, *columns: str) -> Table:
