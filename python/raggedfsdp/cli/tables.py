@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
 from rich import box
@@ -68,6 +69,7 @@ def verdict(verify: VerifyReport) -> str:
 
 def _alike(units: tuple[UnitReport, ...]) -> list[tuple[UnitReport, str]]:
     """Rows of the table: of many units, those in a row that differ by name only are one."""
+    units = tuple(replace(u, unit=u.unit.partition(" (")[0]) for u in units)  # without the root's class
     if len(units) <= _MANY_UNITS:
         return [(u, u.unit) for u in units]
     rows = []
