@@ -9,5 +9,6 @@
 #include "ragged/mesh.h"           // IWYU pragma: export
 #include "ragged/placement.h"      // IWYU pragma: export
 #include "ragged/plan.h"           // IWYU pragma: export
+#include "ragged/plan_unit.h"      // IWYU pragma: export
 #include "ragged/redistribute.h"   // IWYU pragma: export
 #include "ragged/unit_options.h"   // IWYU pragma: export
