@@ -22,7 +22,7 @@ HEADERS = {  # the layer of each public header
     "dtensor": "tensor",
     "dbuffer": "buffer",
     "fully_shard": "engine",
-    "unit": "engine",
+    "unit_options": "engine",
     "ragged": "engine",
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)

@@ -47,7 +47,8 @@ class DBuffer {
   void rename(const std::string& owner);
 
   // Memory: none at first. `allocate` takes memory for good (zeros); `acquire`/`release` borrow it from a pool.
-  // Tensors handed out by local(), view() and shard_view() stay valid and follow the memory; without memory they raise.
+  // Tensors handed out by local(), view() and shard_view() stay valid and follow the memory; without memory they raise. They
+  // may outlive the buffer: allocated memory lives as long as they do, borrowed memory is gone for them then.
   void allocate();
   void acquire(BufferPool& pool);
   void release(BufferPool& pool);
@@ -90,7 +91,7 @@ class DBuffer {
   bool sharded_ = false;
   std::unique_ptr<SwappableStorage> storage_;
   at::Tensor local_;
-  at::Tensor memory_;  // keeps the memory alive; uint8
+  at::Tensor memory_;  // borrowed from the pool; uint8
   bool pooled_ = false;
 };
 

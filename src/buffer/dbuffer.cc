@@ -60,8 +60,7 @@ void DBuffer::rename(const std::string& owner) {
 void DBuffer::allocate() {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  memory_ = at::zeros({std::max<std::int64_t>(bytes(), 1)}, at::TensorOptions().dtype(at::kByte).device(options_.device));
-  storage_->attach(memory_.data_ptr());
+  storage_->own(at::zeros({std::max<std::int64_t>(bytes(), 1)}, at::TensorOptions().dtype(at::kByte).device(options_.device)));
 }
 
 void DBuffer::acquire(BufferPool& pool) {

@@ -23,6 +23,10 @@ SwappableStorage::SwappableStorage(std::int64_t bytes, at::Device device, std::s
   release();
 }
 
+SwappableStorage::~SwappableStorage() {
+  if (attached_ && !owns_) release();
+}
+
 at::Tensor SwappableStorage::tensor(std::int64_t offset_numel, at::IntArrayRef shape, at::ScalarType dtype) const {
   // An inference tensor could never be saved for backward, whoever asks first.
   c10::InferenceMode normal(false);
@@ -54,12 +58,21 @@ void SwappableStorage::attach(void* data) {
   attached_ = true;
 }
 
+void SwappableStorage::own(const at::Tensor& memory) {
+  auto* impl = storage_.unsafeGetStorageImpl();
+  compat::allow_data_access(*impl);
+  auto* holder = new at::Tensor(memory);
+  impl->set_data_ptr_noswap(
+      at::DataPtr(memory.data_ptr(), holder, [](void* p) { delete static_cast<at::Tensor*>(p); }, device_));
+  attached_ = owns_ = true;
+}
+
 void SwappableStorage::release() {
   auto* impl = storage_.unsafeGetStorageImpl();
   compat::allow_data_access(*impl);
   impl->set_data_ptr_noswap(at::DataPtr(kNothing, device_));
   compat::forbid_data_access(*impl, released_message_);
-  attached_ = false;
+  attached_ = owns_ = false;
 }
 
 }  // namespace ragged

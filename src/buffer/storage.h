@@ -13,13 +13,19 @@ namespace ragged {
 class SwappableStorage {
  public:
   SwappableStorage(std::int64_t bytes, at::Device device, std::string released_message);
+  ~SwappableStorage();  // tensors may outlive it: borrowed memory is released, so that they raise
+  SwappableStorage(const SwappableStorage&) = delete;
+  SwappableStorage& operator=(const SwappableStorage&) = delete;
 
   // A contiguous tensor with a version counter of its own: tensors that autograd saves must not share one, or a write to
   // a neighbour would look like a write to them.
   [[nodiscard]] at::Tensor tensor(std::int64_t offset_numel, at::IntArrayRef shape, at::ScalarType dtype) const;
 
   void set_released_message(std::string message);
+  // Borrows memory: the owner keeps it alive until release() or until this object goes.
   void attach(void* data);
+  // Takes memory for good: tensors over the storage keep it alive.
+  void own(const at::Tensor& memory);
   void release();
   [[nodiscard]] bool attached() const { return attached_; }
   [[nodiscard]] std::int64_t bytes() const { return bytes_; }
@@ -30,6 +36,7 @@ class SwappableStorage {
   std::int64_t bytes_;
   std::string released_message_;
   bool attached_ = false;
+  bool owns_ = false;
 };
 
 }  // namespace ragged

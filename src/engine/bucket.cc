@@ -4,6 +4,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <exception>
 
 #include "buffer/pool.h"
 #include "ragged/error.h"
@@ -83,7 +84,12 @@ void Bucket::start_gather(BufferPool& pool, EventLog& log) {
   if (memory_state_ != MemoryState::kSharded) throw InternalError(options_.owner + ": gather of a bucket that is not sharded");
   gathered_.acquire(pool);
   gathered_generation_ = generation();
-  gather_work_ = gathered_.all_gather_from(shard_);
+  try {
+    gather_work_ = gathered_.all_gather_from(shard_);
+  } catch (...) {
+    gathered_.release(pool);
+    throw;
+  }
   ++gathers;
   memory_state_ = MemoryState::kGathering;
   log.add({EventKind::kGather, options_.unit_index, options_.bucket_index});
@@ -144,23 +150,31 @@ void Bucket::combine(std::size_t i, const at::Tensor& reduced, double factor) {
 }
 
 void Bucket::add_user(BufferPool& pool, EventLog& log) {
-  if (users_++ == 0) start_gather(pool, log);
+  if (users_ == 0) start_gather(pool, log);
+  ++users_;
 }
 
 void Bucket::drop_user(BufferPool& pool, EventLog& log) {
   if (users_ == 0) throw InternalError(options_.owner + ": released more often than held");
   if (--users_ > 0) return;
-  finish_gather();
+  std::exception_ptr failure;
+  try {
+    finish_gather();
+  } catch (...) {
+    failure = std::current_exception();
+    gather_work_.reset();
+  }
   gathered_.release(pool);
   memory_state_ = MemoryState::kSharded;
   log.add({EventKind::kRelease, options_.unit_index, options_.bucket_index});
+  if (failure) std::rethrow_exception(failure);
 }
 
 void Bucket::refresh(EventLog& log) {
   if (memory_state_ == MemoryState::kSharded || gathered_generation_ == generation()) return;
   finish_gather();
-  gathered_generation_ = generation();
   gather_work_ = gathered_.all_gather_from(shard_);
+  gathered_generation_ = generation();
   ++gathers;
   memory_state_ = MemoryState::kGathering;
   log.add({EventKind::kGather, options_.unit_index, options_.bucket_index});

@@ -62,7 +62,7 @@ class Bucket {
 
   // Memory machine. Users are units that hold the gathered copy; it is released after the last one.
   void add_user(BufferPool& pool, EventLog& log);
-  void drop_user(BufferPool& pool, EventLog& log);
+  void drop_user(BufferPool& pool, EventLog& log);  // at rest also when the gather turns out to have failed, which it rethrows
   void finish_gather();  // the current stream (CPU: the host) waits; a no-op unless Gathering
   // Gathers again, in place, if the shard changed since. Only while no graph of the old copy is pending.
   void refresh(EventLog& log);

@@ -41,20 +41,38 @@ std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermos
     if (!tasks_.empty() || (outermost && depth_ > 0)) reset();
     if (depth_ == 0) forward_order_.begin();
   }
-  ++depth_;
-  ++unit.active_forwards;
   log_.add({EventKind::kForward, unit.index()});
   if (auto last = recomputed_.lock(); last && last.get() != &unit) keep_recomputed(nullptr);
-  unit.hold(kHoldForward);
-  arrived(unit);
-  if (!recompute) unit.refresh();
-  unit.finish_gather();
-  if (!recompute) prefetch(unit.forward_prefetch, forward_order_.enter(unit.index()));
+  gather_for_forward(unit, recompute);
+  ++depth_;
+  ++unit.active_forwards;
   auto invocation = std::make_shared<Invocation>();
   invocation->unit = unit.weak_from_this();
   invocation->entered_at = ++clock_;
   invocation->generation = unit.generation();
   return invocation;
+}
+
+void Context::gather_for_forward(UnitCore& unit, bool recompute) {
+  const bool nested = unit.holds(kHoldForward);
+  unit.hold(kHoldForward);
+  try {
+    arrived(unit);
+    if (!recompute) unit.refresh();
+    unit.finish_gather();
+    if (!recompute) prefetch(unit.forward_prefetch, forward_order_.enter(unit.index()));
+  } catch (...) {
+    if (!nested) let_go(unit, ~unsigned{kHoldForward});
+    throw;
+  }
+}
+
+// While an exception is under way: the unit comes to rest, and a second failure has the same cause.
+void Context::let_go(UnitCore& unit, unsigned reasons_kept) {
+  try {
+    unit.drop_all_but(reasons_kept);
+  } catch (const std::exception&) {
+  }
 }
 
 void Context::leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation) {
@@ -147,7 +165,7 @@ void Context::reset() {
       bucket->discard_gradients(pool_);
       bucket->entered = false;
     }
-    unit->drop_all_but(kHoldExplicit);
+    let_go(*unit, kHoldExplicit);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <map>
 #include <tuple>
@@ -114,9 +115,24 @@ void UnitCore::mark_entered() {
 }
 
 void UnitCore::hold(Hold reason) {
-  const bool first = holds_ == 0;
+  if (holds_ == 0) {
+    std::vector<Bucket*> added;
+    try {
+      each_used_bucket([&](Bucket& b) {
+        b.add_user(context_->pool(), context_->log());
+        added.push_back(&b);
+      });
+    } catch (...) {
+      for (Bucket* b : added) {
+        try {
+          b->drop_user(context_->pool(), context_->log());
+        } catch (const std::exception&) {  // the first failure is the cause
+        }
+      }
+      throw;
+    }
+  }
   holds_ |= reason;
-  if (first) each_used_bucket([&](Bucket& b) { b.add_user(context_->pool(), context_->log()); });
 }
 
 void UnitCore::drop(Hold reason) { drop_all_but(~static_cast<unsigned>(reason)); }
@@ -124,7 +140,16 @@ void UnitCore::drop(Hold reason) { drop_all_but(~static_cast<unsigned>(reason));
 void UnitCore::drop_all_but(unsigned reasons) {
   if (holds_ == 0) return;
   holds_ &= reasons;
-  if (holds_ == 0) each_used_bucket([&](Bucket& b) { b.drop_user(context_->pool(), context_->log()); });
+  if (holds_ != 0) return;
+  std::exception_ptr failure;
+  each_used_bucket([&](Bucket& b) {
+    try {
+      b.drop_user(context_->pool(), context_->log());
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  });
+  if (failure) std::rethrow_exception(failure);
 }
 
 void UnitCore::finish_gather() {

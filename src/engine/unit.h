@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "engine/boundary.h"
 #include "engine/bucket.h"
 #include "ragged/granularity.h"
+#include "ragged/unit_options.h"
 
 namespace ragged {
 
@@ -23,14 +23,6 @@ struct ParameterSpec {
   at::Tensor value;  // whole, on any device; on meta the shard starts as zeros
   Granularity granularity;
   bool requires_grad = true;
-};
-
-struct UnitOptions {
-  std::string name;
-  Mesh mesh;
-  at::Device device = at::kCPU;
-  std::optional<at::ScalarType> param_dtype;   // none: the parameter's own
-  std::optional<at::ScalarType> reduce_dtype;  // none: param_dtype
 };
 
 // What holds the gathered copy. Several may at once.
