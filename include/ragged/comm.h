@@ -49,7 +49,8 @@ class Comm {
   // In place. Rank r's input and everybody's r-th part is [offset_r, offset_r + counts[r]), offsets being running sums.
   [[nodiscard]] virtual WorkPtr all_gather_uneven(const at::Tensor& buffer, const std::vector<std::int64_t>& counts) = 0;
   // Sends send_counts[r] consecutive elements of `in` to rank r; receives recv_counts[r] from rank r into `out`.
-  [[nodiscard]] virtual WorkPtr all_to_all(const at::Tensor& out, const at::Tensor& in, const std::vector<std::int64_t>& recv_counts,
+  [[nodiscard]] virtual WorkPtr all_to_all(const at::Tensor& out, const at::Tensor& in,
+                                           const std::vector<std::int64_t>& recv_counts,
                                            const std::vector<std::int64_t>& send_counts) = 0;
 };
 using CommPtr = std::shared_ptr<Comm>;  // shared: Python, every unit of a model and operations in flight hold it

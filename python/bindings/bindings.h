@@ -5,8 +5,8 @@
 namespace ragged::bindings {
 
 void bind_error(py::module_& m);
-void bind_plan(py::module_& m);   // granularity.h, plan.h
-void bind_comm(py::module_& m);   // comm.h, comm_backends.h
+void bind_plan(py::module_& m);  // granularity.h, plan.h
+void bind_comm(py::module_& m);  // comm.h, comm_backends.h
 void bind_placement(py::module_& m);
 void bind_engine(py::module_& m);
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from raggedfsdp import training
 from raggedfsdp.recipe import Place, TrainOptions
 from raggedfsdp.report import TrainReport, VerifyReport
 from ranks import run_ranks
-from torch import nn
 
 pytestmark = pytest.mark.timeout(120)
 OPTIONS = TrainOptions(
