@@ -2,6 +2,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -54,19 +55,29 @@ TEST(Count, CollectivesOfAStep) {
   }
 }
 
+// Only inside an outermost unit is it known which unit comes next.
 TEST(Count, UnitsAreGatheredAheadOnceTheirOrderIsAgreed) {
   run_ranks(2, [](const CommPtr& comm) {
-    ShardedNet sharded(Net(1, equal_widths(4)), make_hostile_comm(comm));
-    step(sharded, 0);
-    EXPECT_EQ(sharded.count(EventKind::kPrefetch), 0);
-    sharded.context->log().clear();
-    step(sharded, 1);
-    // Forward: 1, 2, 3 while 0, 1, 2 run; backward: 2, 1, 0 while 3, 2, 1 run.
+    const auto hostile = make_hostile_comm(comm);
+    ShardedNet sharded(Net(1, equal_widths(4)), hostile);
+    const auto scale = at::ones({1}).set_requires_grad(true);
+    Unit root(NamedTensors{{"scale", scale}},
+              {.name = "root", .mesh = {{hostile}}, .reshard_after_forward = false, .context = sharded.context});
     std::vector<std::int64_t> order;
-    for (const Event& e : sharded.context->log().events()) {
-      if (e.kind == EventKind::kPrefetch) order.push_back(e.unit);
+    for (std::int64_t i = 0; i < 3; ++i) {
+      sharded.context->log().clear();
+      order.clear();
+      const auto x = batch(i, comm->rank(), 6);
+      root.forward(x, [&](const at::Tensor& in) { return sharded.forward(in) * scale; }).sum().backward();
+      for (const Event& e : sharded.context->log().events()) {
+        if (e.kind == EventKind::kPrefetch) order.push_back(e.unit);
+      }
+      if (i == 0) EXPECT_TRUE(order.empty());
+      for (std::int64_t unit = 0; unit < 4; ++unit) EXPECT_EQ(sharded.count(EventKind::kGather, unit), 2);
     }
-    EXPECT_EQ(order, (std::vector<std::int64_t>{1, 2, 3, 2, 1, 0}));
+    EXPECT_EQ(order, (std::vector<std::int64_t>{0, 1, 2, 3, 3, 2, 1, 0}));
+    EXPECT_EQ(sharded.context->pool().used_bytes(), 0);
+    EXPECT_EQ(hostile->unwaited(), 0);
   });
 }
 
