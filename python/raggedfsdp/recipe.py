@@ -55,9 +55,9 @@ def check_config(config: PretrainedConfig, options: TrainOptions) -> None:
 
 
 def build_seeded(config: PretrainedConfig, options: TrainOptions, device: torch.device) -> nn.Module:
-    """The same initial values on every rank and in the unsharded run."""
+    """The same initial values on every rank and in the unsharded run. Dropout cannot be repeated, so `verify` is without."""
     torch.manual_seed(options.seed)
-    return build_model(config, device).train()
+    return build_model(config, device).train(not options.verify)
 
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:

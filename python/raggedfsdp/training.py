@@ -34,6 +34,7 @@ def train(options: TrainOptions, place: Place, on_step: Callable[[StepReport], N
     oracle = _make_oracle(config, options, place)
     shard(model, options, place)
     optimizer = make_optimizer(model, options)
+    torch.manual_seed(options.seed + place.rank)  # each rank drops other activations
     steps: list[StepReport] = []
     for step in range(1, options.steps + 1):
         report = _train_step(model, optimizer, corpus, options, place, step)

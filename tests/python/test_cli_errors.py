@@ -59,6 +59,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
         (["--device", "abacus"], "--device abacus: torch"),
         (["--device", "meta"], "--device meta: torch"),
         (["--device", "cuda", "--ranks", "16"], "--device cuda"),
+        (["--batch", "1000000000"], "the logits of 4 ranks alone need"),
         (["surplus"], "surplus"),
     ],
 )

@@ -6,10 +6,12 @@ import os
 import re
 from pathlib import Path
 
+import transformers
+
 from raggedfsdp import UsageError
 from raggedfsdp.cli.rank import device_of
 from raggedfsdp.cli.train import available_cores
-from raggedfsdp.data import Corpus, Draw, open_corpus
+from raggedfsdp.data import VOCABULARY, Corpus, Draw, open_corpus
 from raggedfsdp.models import build_model, load_config
 from raggedfsdp.recipe import TrainOptions, check_config
 
@@ -17,6 +19,7 @@ _RANKS_PER_CORE = 8
 
 
 def check_input(options: TrainOptions) -> Corpus:
+    transformers.logging.set_verbosity_error()  # what it would advise is about inference and kernels to install
     check_config(load_config(options.model), options)
     corpus = open_corpus(options.data)
     corpus.batch(Draw(options.seed, 1, 0, 0), 1, options.sequence)
@@ -47,6 +50,18 @@ def check_ranks(ranks: int, device: str) -> None:
 
 def count_parameters(options: TrainOptions) -> int:
     return sum(p.numel() for p in build_model(load_config(options.model), "meta").parameters())
+
+
+def check_batch(options: TrainOptions, ranks: int) -> None:
+    """The logits alone are a lower bound of what a forward holds."""
+    vocabulary = getattr(load_config(options.model), "vocab_size", VOCABULARY)
+    logits = 4 * ranks * options.batch * options.sequence * vocabulary
+    free = _free_bytes()
+    if free is not None and logits > free:
+        raise UsageError(
+            f"--batch {options.batch} --sequence {options.sequence}: the logits of {ranks} ranks alone need "
+            f"{logits / 2**30:,.0f} GiB of memory here, and {free / 2**30:,.0f} GiB are free; give smaller ones"
+        )
 
 
 def check_memory(options: TrainOptions, ranks: int, parameters: int) -> None:

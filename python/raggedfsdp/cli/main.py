@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
@@ -32,6 +33,9 @@ def main() -> NoReturn:
             _say("interrupted", INTERRUPTED)
     except (typer.Abort, KeyboardInterrupt):
         code = _say("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it flushes
+        code = FAILED
     except Exception as e:
         code = _explain(e)
         if code is None:
@@ -47,7 +51,7 @@ def _explain(error: Exception) -> int | None:
 
     if isinstance(error, UsageError):
         return _say(str(error), USAGE)
-    return _say(str(error), FAILED) if isinstance(error, CommError) else None
+    return _say(str(error), FAILED) if isinstance(error, (CommError, OSError)) else None
 
 
 def _say(message: str, code: int) -> int:

@@ -25,6 +25,7 @@ def locally(options: TrainOptions, ranks: int, device: str, json: Path | None) -
     parameters = checks.count_parameters(options)
     if device == "cpu":
         checks.check_memory(options, ranks, parameters)
+        checks.check_batch(options, ranks)
     with LocalRanks(options, ranks, device) as local:
         show.heading(options, ranks, parameters, corpus)
         with show.Progress(options.steps) as progress:
