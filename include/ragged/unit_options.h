@@ -4,6 +4,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -25,6 +26,8 @@ struct UnitOptions {
   c10::Device device = c10::Device(c10::kCPU);
   std::optional<c10::ScalarType> param_dtype = std::nullopt;   // of compute; none: the parameter's own
   std::optional<c10::ScalarType> reduce_dtype = std::nullopt;  // of the sum over ranks; none: param_dtype
+  // At most so many buckets (collectives) per dtype and requires_grad; none: as many as save more padding than they cost.
+  std::optional<std::int64_t> max_buckets = std::nullopt;
 
   // Read by Unit alone.
   std::optional<c10::ScalarType> output_dtype = std::nullopt;  // of forward's outputs; none: as they come

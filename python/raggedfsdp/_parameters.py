@@ -56,6 +56,7 @@ class ShardedParameter:
     sharded: Any = field(init=False)  # both an nn.Parameter and a RaggedDTensor
     leaf: nn.Parameter = field(init=False)
     local: torch.Tensor = field(init=False)  # this rank's view of the flat shard
+    requires_grad: bool = field(init=False)  # of the leaf; the sharded parameter's is what the user sets
     gradient: RaggedDTensor | None = None  # over the gradient shard, made once
 
     def build(self, original: nn.Parameter, core: _C.UnitCore, mesh: DeviceMesh, placement: _C.RaggedShard) -> None:
@@ -72,7 +73,8 @@ class ShardedParameter:
         """Makes the leaf over the bucket's memory as it is now: its dtype and device may have changed."""
         bucket = core.buckets[self.bucket]
         self.local = bucket.shard_view(self.slot)
-        self.leaf = nn.Parameter(bucket.gathered_view(self.slot), requires_grad=self.sharded.requires_grad)
+        self.requires_grad = self.sharded.requires_grad
+        self.leaf = nn.Parameter(bucket.gathered_view(self.slot), requires_grad=self.requires_grad)
         self.leaf.__dict__.update(self.sharded.__dict__)
         if self.sharded.dtype.is_floating_point and bucket.reduce_dtype != bucket.shard_dtype:
             # bf16 shards with fp32 reduction have fp32 gradients (torch refuses them otherwise).

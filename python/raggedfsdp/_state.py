@@ -48,6 +48,7 @@ class UnitState:
         comm: _C.Comm,
         device: torch.device,
         originals: Sequence[tuple[str, nn.Parameter, list[Slot], _C.Granularity]],
+        max_buckets: int | None,
     ) -> None:
         specs = [_C.ParameterSpec(name, p.detach(), granularity, p.requires_grad) for name, p, _, granularity in originals]
         weak = weakref.ref(self)  # C++ must not own us: a cycle through it would never be collected
@@ -60,6 +61,7 @@ class UnitState:
             specs,
             lambda bucket: weak()._current_gradients(bucket),  # type: ignore[union-attr]
             lambda bucket, indices: weak()._publish(bucket, indices),  # type: ignore[union-attr]
+            max_buckets,
         )
         self._by_bucket = [[] for _ in self.core.buckets]
         for (name, original, slots, granularity), (bucket, slot) in zip(originals, self.core.places, strict=True):
@@ -125,14 +127,17 @@ class UnitState:
         if self.shows_leaves:
             return
         for parameter in self.parameters:
+            sharded = parameter.sharded
             current = parameter.slots[0].get()
-            if current is not parameter.sharded:
+            if current is not sharded:
                 self._adopt_replacement(parameter, current)
-            if parameter.sharded._local_tensor is not parameter.local:
+                sharded = parameter.sharded
+            if sharded._local_tensor is not parameter.local:
                 self._adopt_values(parameter)
-            if parameter.sharded.requires_grad != parameter.leaf.requires_grad:
-                parameter.leaf.requires_grad_(parameter.sharded.requires_grad)
-                self.core.set_requires_grad(parameter.bucket, parameter.slot, parameter.sharded.requires_grad)
+            if sharded.requires_grad is not parameter.requires_grad:
+                parameter.requires_grad = sharded.requires_grad
+                parameter.leaf.requires_grad_(sharded.requires_grad)
+                self.core.set_requires_grad(parameter.bucket, parameter.slot, sharded.requires_grad)
 
     def _adopt_replacement(self, parameter: ShardedParameter, current: nn.Parameter | None) -> None:
         if current is None or current.shape != parameter.sharded.shape:

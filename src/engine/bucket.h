@@ -63,7 +63,7 @@ class Bucket {
   // Memory machine. Users are units that hold the gathered copy; it is released after the last one.
   void add_user(BufferPool& pool, EventLog& log);
   void drop_user(BufferPool& pool, EventLog& log);  // at rest also when the gather turns out to have failed, which it rethrows
-  void finish_gather();  // the current stream (CPU: the host) waits; a no-op unless Gathering
+  void finish_gather();                             // the current stream (CPU: the host) waits; a no-op unless Gathering
   // Gathers again, in place, if the shard changed since. Only while no graph of the old copy is pending.
   void refresh(EventLog& log);
   [[nodiscard]] MemoryState memory_state() const { return memory_state_; }
@@ -79,7 +79,7 @@ class Bucket {
   [[nodiscard]] GradientState gradient_state() const { return gradient_state_; }
   [[nodiscard]] const std::vector<std::uint8_t>& used() const {
     return used_;
-  }                                                       // which got a gradient since the last reduction
+  }  // which got a gradient since the last reduction
   [[nodiscard]] at::Tensor gradient_view(std::size_t i);  // this rank's part in the gradient shard
   [[nodiscard]] std::int64_t gradient_shard_bytes() const;
 

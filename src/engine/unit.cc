@@ -6,64 +6,17 @@
 #include <algorithm>
 #include <exception>
 #include <limits>
-#include <map>
-#include <tuple>
 
 #include "engine/context.h"
 #include "engine/sink.h"
 #include "ragged/error.h"
 
 namespace ragged {
-namespace {
-
-// 16 bytes of the narrowest dtype that the bucket's memory is ever read as.
-std::int64_t alignment_numel(std::initializer_list<at::ScalarType> dtypes) {
-  std::int64_t numel = 1;
-  for (auto dtype : dtypes) numel = std::max(numel, std::int64_t{16} / static_cast<std::int64_t>(c10::elementSize(dtype)));
-  return numel;
-}
-
-std::string owner_text(const std::string& unit, std::size_t bucket) {
-  return "unit '" + unit + "', bucket " + std::to_string(bucket);
-}
-
-BucketOptions bucket_options(const UnitOptions& unit, std::size_t index, at::ScalarType dtype, std::vector<TensorSpec> specs) {
-  BucketOptions o;
-  o.owner = owner_text(unit.name, index);
-  o.bucket_index = static_cast<std::int64_t>(index);
-  o.mesh = unit.mesh;
-  o.device = unit.device;
-  o.shard_dtype = dtype;
-  o.asked_param_dtype = unit.param_dtype;
-  o.asked_reduce_dtype = unit.reduce_dtype;
-  PlanOptions plan;
-  plan.devices = unit.mesh.dims.at(0)->size();
-  plan.alignment_numel = alignment_numel({o.shard_dtype, o.param_dtype(), o.reduce_dtype()});
-  o.plan = std::make_shared<Plan>(plan_bucket(specs, plan));
-  return o;
-}
-
-}  // namespace
-
 UnitCore::UnitCore(UnitOptions options, const std::vector<ParameterSpec>& parameters, std::shared_ptr<ParameterHost> host)
     : options_(std::move(options)), host_(std::move(host)) {
-  std::map<std::pair<at::ScalarType, bool>, std::size_t> groups;
-  std::vector<std::vector<TensorSpec>> specs;
-  std::vector<at::ScalarType> dtypes;
-  for (const ParameterSpec& p : parameters) {
-    auto [it, fresh] = groups.try_emplace({p.value.scalar_type(), p.requires_grad}, specs.size());
-    if (fresh) {
-      specs.emplace_back();
-      dtypes.push_back(p.value.scalar_type());
-    }
-    auto& group = specs[it->second];
-    places_.push_back({it->second, group.size()});
-    const auto shape = p.value.sizes().vec();
-    group.push_back({p.name, shape, p.granularity.block_numel(shape)});
-  }
-  for (std::size_t b = 0; b < specs.size(); ++b) {
-    buckets_.push_back(std::make_shared<Bucket>(bucket_options(options_, b, dtypes[b], std::move(specs[b]))));
-  }
+  Bucketing bucketing = bucket_parameters(options_, parameters);
+  places_ = std::move(bucketing.places);
+  for (BucketOptions& bucket : bucketing.buckets) buckets_.push_back(std::make_shared<Bucket>(std::move(bucket)));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (!parameters[i].value.is_meta()) buckets_[places_[i].bucket]->load(places_[i].slot, parameters[i].value);
   }

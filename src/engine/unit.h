@@ -11,6 +11,7 @@
 
 #include "engine/boundary.h"
 #include "engine/bucket.h"
+#include "engine/bucketing.h"
 #include "ragged/granularity.h"
 #include "ragged/unit_options.h"
 
@@ -60,10 +61,6 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   [[nodiscard]] std::int64_t index() const { return index_; }
 
   // Where parameter i of the constructor's list went.
-  struct Place {
-    std::size_t bucket = 0;
-    std::size_t slot = 0;
-  };
   [[nodiscard]] const std::vector<Place>& places() const { return places_; }
   [[nodiscard]] const std::vector<std::shared_ptr<Bucket>>& buckets() const { return buckets_; }
   [[nodiscard]] ParameterHost& host() const { return *host_; }
