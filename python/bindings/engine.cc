@@ -27,6 +27,7 @@ class PythonHost : public ParameterHost {
   void publish(const UnitCore&, std::size_t bucket, const std::vector<std::int64_t>& indices) override {
     publish_(bucket, indices);
   }
+  [[noreturn]] void raise(const std::exception_ptr& failure) override { raise_in_python(failure); }
 
  private:
   Current current_;

@@ -31,7 +31,9 @@ Context::Task& Context::task() {
   tasks_.push_back({id, {}, false});
   std::weak_ptr<Context> self = weak_from_this();
   torch::autograd::Engine::get_default_engine().queue_callback([self, id] {
-    if (auto context = self.lock()) context->end_task(id);
+    auto context = self.lock();
+    if (!context || context->units().empty()) return;
+    in_backward(context->units().front()->host(), [&] { context->end_task(id); });
   });
   return tasks_.back();
 }

@@ -20,11 +20,13 @@ class BoundaryNode : public torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     if (auto unit = invocation_->unit.lock()) {
       auto context = unit->context();
-      if (side_ == Side::kOutput) {
-        context->enter_backward(*unit, *invocation_);
-      } else {
-        context->leave_backward(*unit, *invocation_);
-      }
+      in_backward(unit->host(), [&] {
+        if (side_ == Side::kOutput) {
+          context->enter_backward(*unit, *invocation_);
+        } else {
+          context->leave_backward(*unit, *invocation_);
+        }
+      });
     }
     return std::move(gradients);
   }

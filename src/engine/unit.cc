@@ -47,7 +47,9 @@ void UnitCore::set_leaf(std::size_t bucket, std::size_t slot, const at::Tensor& 
   if (!required) leaf.set_requires_grad(true);
   std::weak_ptr<UnitCore> self = weak_from_this();
   sinks_[{bucket, slot}] = attach_sink(leaf, [self, bucket, slot](const at::Tensor& gradient) {
-    if (auto unit = self.lock()) unit->context()->take_gradient(*unit, bucket, slot, gradient);
+    auto unit = self.lock();
+    if (!unit) return;
+    in_backward(unit->host(), [&] { unit->context()->take_gradient(*unit, bucket, slot, gradient); });
   });
   if (!required) leaf.set_requires_grad(false);
 }

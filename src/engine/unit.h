@@ -3,6 +3,7 @@
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <string>
@@ -44,7 +45,20 @@ class ParameterHost {
   virtual CurrentGradients current_gradients(const UnitCore& unit, std::size_t bucket) = 0;
   // `.grad` of these parameters of a bucket becomes (or stays) the view of the gradient shard.
   virtual void publish(const UnitCore& unit, std::size_t bucket, const std::vector<std::int64_t>& indices) = 0;
+  // What fails inside backward reaches the user through autograd, which knows no exceptions of ours: throws `failure`, or what
+  // the language has in its place.
+  [[noreturn]] virtual void raise(const std::exception_ptr& failure) { std::rethrow_exception(failure); }
 };
+
+// Runs f inside a hook of backward.
+template <class F>
+void in_backward(ParameterHost& host, F f) {
+  try {
+    f();
+  } catch (...) {
+    host.raise(std::current_exception());
+  }
+}
 
 class UnitCore : public std::enable_shared_from_this<UnitCore> {
  public:
