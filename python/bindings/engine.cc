@@ -13,12 +13,14 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Current = std::function<std::vector<std::optional<at::Tensor>>(std::size_t)>;
+using ShowWhole = std::function<void(bool)>;
 using Publish = std::function<void(std::size_t, const std::vector<std::int64_t>&)>;
 
 // The callbacks hold weak references in Python: the unit they belong to owns this host.
 class PythonHost : public ParameterHost {
  public:
-  PythonHost(Current current, Publish publish) : current_(std::move(current)), publish_(std::move(publish)) {}
+  PythonHost(Current current, Publish publish, ShowWhole show_whole)
+      : current_(std::move(current)), publish_(std::move(publish)), show_whole_(std::move(show_whole)) {}
   CurrentGradients current_gradients(const UnitCore&, std::size_t bucket) override {
     CurrentGradients gradients;
     for (auto& g : current_(bucket)) gradients.push_back(g.value_or(at::Tensor()));
@@ -27,20 +29,23 @@ class PythonHost : public ParameterHost {
   void publish(const UnitCore&, std::size_t bucket, const std::vector<std::int64_t>& indices) override {
     publish_(bucket, indices);
   }
+  void show_whole(const UnitCore&, bool whole) override { show_whole_(whole); }
   [[noreturn]] void raise(const std::exception_ptr& failure) override { raise_in_python(failure); }
 
  private:
   Current current_;
   Publish publish_;
+  ShowWhole show_whole_;
 };
 
 std::shared_ptr<UnitCore> make_unit(std::string name, CommPtr comm, at::Device device,
                                     std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
                                     const std::vector<ParameterSpec>& parameters, Current current, Publish publish,
-                                    std::optional<std::int64_t> max_buckets) {
+                                    ShowWhole show_whole, std::optional<std::int64_t> max_buckets) {
   UnitOptions options{std::move(name), Mesh{{std::move(comm)}}, device, param_dtype, reduce_dtype, max_buckets};
-  return std::make_shared<UnitCore>(std::move(options), parameters,
-                                    std::make_shared<PythonHost>(std::move(current), std::move(publish)));
+  return std::make_shared<UnitCore>(
+      std::move(options), parameters,
+      std::make_shared<PythonHost>(std::move(current), std::move(publish), std::move(show_whole)));
 }
 
 void bind_bucket(py::module_& m) {
@@ -77,7 +82,7 @@ void bind_unit(py::module_& m) {
   py::class_<UnitCore, std::shared_ptr<UnitCore>>(m, "UnitCore")
       .def(py::init(&make_unit), py::arg("name"), py::arg("comm"), py::arg("device"), py::arg("param_dtype"),
            py::arg("reduce_dtype"), py::arg("parameters"), py::arg("current_gradients"), py::arg("publish"),
-           py::arg("max_buckets") = py::none())
+           py::arg("show_whole"), py::arg("max_buckets") = py::none())
       .def_property("name", &UnitCore::name, &UnitCore::rename)
       .def_property_readonly("index", &UnitCore::index)
       .def_property_readonly("buckets", &UnitCore::buckets)

@@ -61,6 +61,7 @@ class UnitState:
             specs,
             lambda bucket: weak()._current_gradients(bucket),  # type: ignore[union-attr]
             lambda bucket, indices: weak()._publish(bucket, indices),  # type: ignore[union-attr]
+            lambda whole: weak()._show_whole(whole),  # type: ignore[union-attr]
             max_buckets,
         )
         self._by_bucket = [[] for _ in self.core.buckets]
@@ -202,6 +203,12 @@ class UnitState:
         parameters = self._by_bucket[bucket]
         for i in indices:
             parameters[i].publish_gradient(self.core)
+
+    def _show_whole(self, whole: bool) -> None:
+        if whole:
+            self.show_leaves()
+        else:
+            self.show_shards()
 
     # --- forward ---
 

@@ -21,6 +21,24 @@ void refuse_create_graph(const UnitCore& unit) {
 
 }  // namespace
 
+// The end of a graph task: its final callback, or, when an exception skipped that, the end of the callback's life.
+struct Context::TaskEnd {
+  std::weak_ptr<Context> context;
+  int id;
+  bool reached = false;
+
+  void reach() {
+    reached = true;
+    auto alive = context.lock();
+    if (!alive || alive->units().empty()) return;
+    in_backward(alive->units().front()->host(), [&] { alive->end_task(id); });
+  }
+  ~TaskEnd() {
+    if (reached) return;
+    if (auto alive = context.lock()) alive->abandon_task(id);
+  }
+};
+
 Context::Task& Context::task() {
   const int id = torch::autograd::get_current_graph_task_id();
   for (auto it = tasks_.rbegin(); it != tasks_.rend(); ++it) {
@@ -29,12 +47,8 @@ Context::Task& Context::task() {
   if (id == -1) throw InternalError("a hook of backward ran outside of backward");
   if (tasks_.empty()) backward_order_.begin();
   tasks_.push_back({id, {}, false});
-  std::weak_ptr<Context> self = weak_from_this();
-  torch::autograd::Engine::get_default_engine().queue_callback([self, id] {
-    auto context = self.lock();
-    if (!context || context->units().empty()) return;
-    in_backward(context->units().front()->host(), [&] { context->end_task(id); });
-  });
+  auto end = std::make_shared<TaskEnd>(weak_from_this(), id);  // shared: a std::function must be copyable
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->reach(); });
   return tasks_.back();
 }
 
@@ -56,7 +70,9 @@ void Context::enter_backward(UnitCore& unit, const Invocation& invocation) {
   arrived(unit);
   unit.finish_gather();
   unit.mark_entered();
-  now.entered.push_back({unit.shared_from_this(), unit.earliest_entry_in_graph(), false});
+  now.entered.push_back({unit.shared_from_this(), unit.earliest_entry_in_graph()});
+  now.entered.back().shown = true;
+  unit.host().show_whole(unit, true);
   prefetch(unit.backward_prefetch, backward_order_.enter(unit.index()));
 }
 
@@ -79,6 +95,7 @@ void Context::finish_later_than(Task& task, std::int64_t time) {
 
 void Context::finish(Task& task, Entered& entered) {
   entered.finished = true;
+  hide(entered);
   UnitCore& unit = *entered.unit;
   for (std::size_t b = 0; b < unit.buckets().size(); ++b) {
     if (!unit.buckets()[b]->shared) reduce(task, unit, b);
@@ -86,6 +103,25 @@ void Context::finish(Task& task, Entered& entered) {
   unit.drop_all_but(unit.reshard_after_backward ? unsigned{kHoldForward | kHoldExplicit | kHoldPrefetch}
                                                 : ~unsigned{kHoldBackward});
   if (!unit.reshard_after_backward) unit.hold(kHoldKept);
+}
+
+void Context::hide(Entered& entered) {
+  if (!std::exchange(entered.shown, false)) return;
+  entered.unit->host().show_whole(*entered.unit, false);
+}
+
+// What must not wait for the next forward: between the two the user reads parameters. Runs in a destructor.
+void Context::abandon_task(int id) {
+  for (Task& task : tasks_) {
+    if (task.id != id) continue;
+    for (Entered& entered : task.entered) {
+      try {
+        hide(entered);
+      } catch (const std::exception&) {
+        // An exception of the user's is under way already.
+      }
+    }
+  }
 }
 
 void Context::reduce(Task& task, UnitCore& unit, std::size_t b) {

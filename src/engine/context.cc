@@ -151,6 +151,9 @@ void Context::keep_recomputed(UnitCore* unit) {
 
 void Context::reset() {
   log_.add({EventKind::kReset});
+  for (Task& task : tasks_) {
+    for (Entered& entered : task.entered) hide(entered);
+  }
   tasks_.clear();
   in_flight_.clear();
   completed_.clear();

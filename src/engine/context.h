@@ -49,6 +49,7 @@ class Context : public std::enable_shared_from_this<Context> {
     std::shared_ptr<UnitCore> unit;
     std::int64_t entered_at = 0;  // of its earliest invocation in the graph
     bool finished = false;
+    bool shown = false;  // its modules show the whole parameters
   };
   struct Task {  // one graph task of autograd: a backward(), or an inner one under reentrant checkpointing
     int id = -1;
@@ -61,10 +62,13 @@ class Context : public std::enable_shared_from_this<Context> {
     std::vector<std::uint8_t> used;
   };
 
+  struct TaskEnd;
   Task& task();
   void end_task(int id);
   void finish_later_than(Task& task, std::int64_t time);
   void finish(Task& task, Entered& entered);
+  void hide(Entered& entered);
+  void abandon_task(int id);
   void reduce(Task& task, UnitCore& unit, std::size_t bucket);
   void reduce_leftovers(Task& task);
   void complete_reductions(std::size_t keep_in_flight);

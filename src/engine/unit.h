@@ -45,6 +45,8 @@ class ParameterHost {
   virtual CurrentGradients current_gradients(const UnitCore& unit, std::size_t bucket) = 0;
   // `.grad` of these parameters of a bucket becomes (or stays) the view of the gradient shard.
   virtual void publish(const UnitCore& unit, std::size_t bucket, const std::vector<std::int64_t>& indices) = 0;
+  // While a unit is in backward its modules show the whole parameters: a checkpoint inside it may recompute a part of it.
+  virtual void show_whole(const UnitCore&, bool /*whole*/) {}
   // What fails inside backward reaches the user through autograd, which knows no exceptions of ours: throws `failure`, or what
   // the language has in its place.
   [[noreturn]] virtual void raise(const std::exception_ptr& failure) { std::rethrow_exception(failure); }
