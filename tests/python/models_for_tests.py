@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
 from parity import make_integer_
 from raggedfsdp import fully_shard
-from torch import nn
 
 WIDTH = 6
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from raggedfsdp import _C
 from raggedfsdp._state import UnitState, units_in
 from raggedfsdp.comm import wrap_comms
 from raggedfsdp.tensor import RaggedDTensor
-from torch import nn
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 

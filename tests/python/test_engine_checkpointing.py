@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import models_for_tests as models
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import models_for_tests as models
 from models_for_tests import WIDTH, Block, shard_children
 from parity import Twin, batch
 from raggedfsdp import fully_shard
 from ranks import run_ranks
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 KINDS = {"none": None, "reentrant": True, "non-reentrant": False}
 

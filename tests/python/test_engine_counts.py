@@ -6,14 +6,15 @@ import gc
 from collections import Counter
 from typing import Any
 
-import models_for_tests as models
 import pytest
 import torch
+from torch import nn
+
+import models_for_tests as models
 from models_for_tests import WIDTH, Adapter, Branches, Stack, shard_blocks, shard_children, shard_root
 from parity import Twin, batch
 from raggedfsdp import MixedPrecisionPolicy
 from ranks import run_ranks
-from torch import nn
 
 
 def buckets_of(twin: Twin) -> list[Any]:

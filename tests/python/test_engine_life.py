@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import models_for_tests as models
 import pytest
 import torch
+from torch import nn
+
+import models_for_tests as models
 from models_for_tests import WIDTH, Block, Stack, shard_blocks, shard_children, shard_root
 from parity import Twin, batch
 from raggedfsdp import fully_shard
 from ranks import run_ranks
-from torch import nn
 
 # --- several forwards before the backwards ---
 

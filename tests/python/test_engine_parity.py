@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import models_for_tests as models
 import pytest
 import torch
+from torch import nn
+
+import models_for_tests as models
 from models_for_tests import WIDTH, Adapter, Block, Branches, Stack, Tied, shard_blocks, shard_children, shard_root
 from parity import Twin, batch
 from raggedfsdp import Granularity, fully_shard
 from ranks import run_ranks
-from torch import nn
 
 WORLDS = [1, 2, 3, 4]
 
