@@ -33,6 +33,8 @@ class TrainOptions:
     clip_norm: float  # 0 leaves gradients as they are
     seed: int
     verify: bool
+    rows: int | None = None  # block of a matrix that no shard boundary cuts
+    max_buckets: int | None = None  # collectives per unit; None: what the planner finds cheapest
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import deque
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from raggedfsdp import FSDPModule, MixedPrecisionPolicy, UsageError, fully_shard
+from raggedfsdp import FSDPModule, Granularity, MixedPrecisionPolicy, UsageError, fully_shard
 from raggedfsdp.data import Corpus, Draw, open_corpus
 from raggedfsdp.models import load_config, units
 from raggedfsdp.recipe import Place, TrainOptions, build_seeded, check_config, clip, make_optimizer, next_token_loss
@@ -64,7 +65,18 @@ def shard(model: nn.Module, options: TrainOptions, place: Place) -> None:
     for _, module in units(model):
         # The root is last in forward and first in backward: releasing it between the two would only cost a gather.
         reshard = options.reshard_after_forward and module is not model
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            orig_param_policy=None if options.rows is None else functools.partial(_rows, options.rows),
+            max_buckets=options.max_buckets,
+        )
+
+
+def _rows(count: int, name: str, shape: torch.Size) -> Granularity:
+    return Granularity.rows(count) if len(shape) > 1 else Granularity.elements()
 
 
 def tokens_per_s(steps: list[StepReport]) -> float:

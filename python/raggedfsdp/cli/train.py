@@ -41,6 +41,10 @@ def train(
             "--reshard-after-forward/--no-reshard-after-forward", help="Release a layer between forward and backward."
         ),
     ] = True,
+    rows: Annotated[int | None, _option("No shard boundary cuts a block of N rows of a matrix.", "N", min=1)] = None,
+    max_buckets: Annotated[
+        int | None, _option("At most N collectives per unit; else as many as save more padding than they cost.", "N", min=1)
+    ] = None,
     clip: Annotated[float, _option("Largest gradient norm; 0 does not clip.", "X", min=0.0)] = 1.0,
     seed: Annotated[int, _option("Of the parameters and of the text drawn.", "N", min=0)] = 0,
     device: Annotated[str, _option("cpu, cuda, ...; each rank needs its own.", "NAME")] = "cpu",
@@ -61,7 +65,20 @@ def train(
     from raggedfsdp.recipe import TrainOptions
 
     options = TrainOptions(
-        model, data, steps, batch, sequence, lr, precision.value, accumulate, reshard_after_forward, clip, seed, verify
+        model=model,
+        data=data,
+        steps=steps,
+        batch=batch,
+        sequence=sequence,
+        learning_rate=lr,
+        precision=precision.value,
+        accumulate=accumulate,
+        reshard_after_forward=reshard_after_forward,
+        rows=rows,
+        max_buckets=max_buckets,
+        clip_norm=clip,
+        seed=seed,
+        verify=verify,
     )
     if started and ranks not in (None, started):
         raise UsageError(f"--ranks {ranks}: torchrun started {started} ranks; leave --ranks out")
