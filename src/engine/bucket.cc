@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -154,11 +155,13 @@ void Bucket::combine(std::size_t i, const at::Tensor& reduced, double factor) {
   const at::Tensor& current = current_[i];
   if (!current.defined()) {
     target.copy_(reduced);
-    if (factor != 1.0) target.mul_(factor);
+    if (factor != 1.0) target.mul_(at::scalar_tensor(factor, at::kDouble));
     return;
   }
   if (current.data_ptr() != target.data_ptr()) target.copy_(current);
-  target.add_(reduced, factor);
+  // In 16 bits the factor would be rounded too.
+  const bool narrow = c10::elementSize(target.scalar_type()) < 4 && factor != 1.0;
+  target.add_(narrow ? reduced.to(at::kFloat) : reduced, factor);
 }
 
 void Bucket::add_user(BufferPool& pool, EventLog& log) {
