@@ -72,7 +72,9 @@ TEST(Count, UnitsAreGatheredAheadOnceTheirOrderIsAgreed) {
       for (const Event& e : sharded.context->log().events()) {
         if (e.kind == EventKind::kPrefetch) order.push_back(e.unit);
       }
-      if (i == 0) EXPECT_TRUE(order.empty());
+      if (i == 0) {
+        EXPECT_TRUE(order.empty());
+      }
       for (std::int64_t unit = 0; unit < 4; ++unit) EXPECT_EQ(sharded.count(EventKind::kGather, unit), 2);
     }
     EXPECT_EQ(order, (std::vector<std::int64_t>{0, 1, 2, 3, 3, 2, 1, 0}));

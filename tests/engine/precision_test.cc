@@ -87,7 +87,9 @@ void expect_same(const Unit& unit, const Lora& oracle, std::int64_t rank) {
   for (std::size_t i = 0; i < whole.size(); ++i) {
     const auto& [name, value] = whole[i];
     ASSERT_EQ(unit.shards()[i].grad().defined(), value.grad().defined()) << name;
-    if (value.grad().defined()) EXPECT_TRUE(unit.shards()[i].grad().equal(part_of(unit, name, value.grad(), rank))) << name;
+    if (value.grad().defined()) {
+      EXPECT_TRUE(unit.shards()[i].grad().equal(part_of(unit, name, value.grad(), rank))) << name;
+    }
   }
 }
 

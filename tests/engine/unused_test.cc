@@ -42,7 +42,9 @@ TEST(Unused, ZerosWhereUnusedHereAndNoneWhereUnusedEverywhere) {
         for (std::size_t i = 0; i < whole.size(); ++i) {
           const auto& grad = unit.shards()[i].grad();
           ASSERT_EQ(grad.defined(), whole[i].second.grad().defined()) << whole[i].first << " on rank " << comm->rank();
-          if (grad.defined()) EXPECT_TRUE(grad.equal(part_of(unit, whole[i].first, whole[i].second.grad(), comm->rank())));
+          if (grad.defined()) {
+            EXPECT_TRUE(grad.equal(part_of(unit, whole[i].first, whole[i].second.grad(), comm->rank())));
+          }
         }
       }
       EXPECT_FALSE(unit.shards()[4].grad().defined());
