@@ -117,7 +117,7 @@ void Bucket::start_reduce(CurrentGradients current, BufferPool& pool, EventLog& 
   current_ = std::move(current);
   overwrite_ = std::none_of(current_.begin(), current_.end(), [](const at::Tensor& t) { return t.defined(); });
   const bool direct = overwrite_ && gradient_shard_->options().dtype == options_.reduce_dtype();
-  reduce_work_ = gradient_->reduce_scatter_to(direct ? &*gradient_shard_ : nullptr);
+  reduce_work_ = gradient_->reduce_scatter_to(direct ? gradient_shard_.get() : nullptr);
   gradient_state_ = GradientState::kReducing;
   ++reductions;
   log.add({EventKind::kReduce, options_.unit_index, options_.bucket_index});
@@ -197,9 +197,10 @@ void Bucket::refresh(EventLog& log) {
 
 void Bucket::ensure_gradient_memory(BufferPool& pool) {
   if (!gradient_) {
-    gradient_.emplace(buffer_options(options_, BufferPlacement::kPartial, options_.reduce_dtype(), " (gradients)"));
+    gradient_ =
+        std::make_unique<DBuffer>(buffer_options(options_, BufferPlacement::kPartial, options_.reduce_dtype(), " (gradients)"));
     const auto dtype = c10::promoteTypes(options_.shard_dtype, options_.reduce_dtype());
-    gradient_shard_.emplace(buffer_options(options_, BufferPlacement::kShard, dtype, " (gradient shard)"));
+    gradient_shard_ = std::make_unique<DBuffer>(buffer_options(options_, BufferPlacement::kShard, dtype, " (gradient shard)"));
     for (std::size_t i = 0; i < size(); ++i) slots_.push_back(gradient_->view(i));
   }
   if (!gradient_shard_->has_memory()) gradient_shard_->allocate();
@@ -229,7 +230,7 @@ void Bucket::discard_gradients(BufferPool& pool) {
     // The transport may still write into the buffer; its failure is what we are recovering from.
     try {
       reduce_work_->order_after();
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     }
     reduce_work_.reset();
   }

@@ -105,9 +105,9 @@ class Bucket {
   WorkPtr gather_work_;
 
   GradientState gradient_state_ = GradientState::kEmpty;
-  std::optional<DBuffer> gradient_;        // whole, reduce dtype, pool memory; made at the first gradient
-  std::optional<DBuffer> gradient_shard_;  // kept
-  std::vector<at::Tensor> slots_;          // gradient_->view(i), made once
+  std::unique_ptr<DBuffer> gradient_;        // whole, reduce dtype, pool memory; made at the first gradient
+  std::unique_ptr<DBuffer> gradient_shard_;  // kept
+  std::vector<at::Tensor> slots_;            // gradient_->view(i), made once
   std::vector<std::uint8_t> used_;
   CurrentGradients current_;
   bool overwrite_ = false;  // no parameter has a .grad: the reduction may write the gradient shard directly

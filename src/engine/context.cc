@@ -71,7 +71,7 @@ void Context::gather_for_forward(UnitCore& unit, bool recompute) {
 void Context::let_go(UnitCore& unit, unsigned reasons_kept) {
   try {
     unit.drop_all_but(reasons_kept);
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
   }
 }
 

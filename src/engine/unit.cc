@@ -81,7 +81,7 @@ void UnitCore::hold(Hold reason) {
       for (Bucket* b : added) {
         try {
           b->drop_user(context_->pool(), context_->log());
-        } catch (const std::exception&) {  // the first failure is the cause
+        } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the first failure is the cause
         }
       }
       throw;
