@@ -14,6 +14,7 @@ HEADERS = {  # the layer of each public header
     "granularity": "plan",
     "plan": "plan",
     "plan_unit": "plan",
+    "padding_report": "plan",
     "comm": "comm",
     "comm_backends": "comm",
     "mesh": "comm",

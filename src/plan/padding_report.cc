@@ -1,0 +1,127 @@
+#include "ragged/padding_report.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <optional>
+
+#include "plan/problem.h"
+#include "plan/spec.h"
+#include "ragged/error.h"
+
+namespace ragged {
+
+using namespace plan_detail;
+
+namespace {
+
+double padding_of(std::span<const TensorSpec> tensors, const UnitOptions& options) {
+  const auto unit = plan_unit(tensors, options);
+  const auto useful = unit.useful_numel();
+  return useful == 0 ? 0.0 : static_cast<double>(unit.padding_numel()) / static_cast<double>(useful);
+}
+
+std::int64_t row_numel(const TensorSpec& tensor) { return tensor.shape.size() < 2 ? 1 : tensor.shape.back(); }
+
+// Of whole rows as long as there is one, then of elements.
+std::int64_t finer_block(const TensorSpec& tensor, std::int64_t factor) {
+  const auto block = std::max<std::int64_t>(1, tensor.block_numel / factor);
+  const auto row = row_numel(tensor);
+  return block >= row ? block / row * row : block;
+}
+
+class Remedy {
+ public:
+  Remedy(std::span<const TensorSpec> tensors, const UnitOptions& options)
+      : tensors_(tensors), options_(options), problem_(make_problem(tensors, {options.devices, options.alignment_numel})) {}
+
+  // The fewest kinds, found greedily, that must become finer; true if that is enough.
+  bool choose_kinds(double limit) {
+    for (;;) {
+      std::optional<std::size_t> best;
+      double least = 0;
+      for (std::size_t kind = 0; kind < problem_.kinds.size(); ++kind) {
+        if (problem_.kinds[kind].item.block_numel == 1 || std::ranges::find(kinds_, kind) != kinds_.end()) continue;
+        kinds_.push_back(kind);
+        const auto padding = padding_with(problem_.kinds[kind].item.numel);
+        kinds_.pop_back();
+        if (!best || padding < least) best = kind, least = padding;
+      }
+      if (!best) return false;
+      kinds_.push_back(*best);
+      if (least <= limit) return true;
+    }
+  }
+
+  // The chosen kinds with 1/factor of their blocks; a factor of numel and more means elements.
+  [[nodiscard]] double padding_with(std::int64_t factor) const {
+    std::vector<TensorSpec> finer(tensors_.begin(), tensors_.end());
+    for (const auto kind : kinds_) {
+      for (const auto i : problem_.kinds[kind].members) finer[i].block_numel = finer_block(tensors_[i], factor);
+    }
+    return padding_of(finer, options_);
+  }
+
+  // The smallest power of two that is enough.
+  [[nodiscard]] std::int64_t smallest_factor(double limit) const {
+    std::int64_t factor = 2;
+    while (factor < (std::int64_t{1} << 61) && padding_with(factor) > limit) factor *= 2;
+    return factor;
+  }
+
+  [[nodiscard]] std::vector<Blame> blames(std::int64_t factor) const {
+    std::vector<Blame> result;
+    for (const auto kind : kinds_) {
+      const auto& members = problem_.kinds[kind].members;
+      const auto& tensor = tensors_[members.front()];
+      result.push_back({tensor, static_cast<std::int64_t>(members.size()), factor == 0 ? 0 : finer_block(tensor, factor)});
+    }
+    return result;
+  }
+
+ private:
+  std::span<const TensorSpec> tensors_;
+  UnitOptions options_;
+  Problem problem_;
+  std::vector<std::size_t> kinds_;
+};
+
+std::string percent(double fraction) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f %%", 100 * fraction);
+  return text;
+}
+
+std::string block_text(const TensorSpec& tensor, std::int64_t block) {
+  const auto row = row_numel(tensor);
+  const auto whole_rows = tensor.shape.size() >= 2 && block % row == 0;
+  const auto count = whole_rows ? block / row : block;
+  return std::to_string(count) + (whole_rows ? " row" : " element") + (count == 1 ? "" : "s");
+}
+
+}  // namespace
+
+PaddingReport explain_padding(std::span<const TensorSpec> tensors, const UnitOptions& options, double limit) {
+  if (!(limit >= 0)) throw UsageError("explain_padding: limit is " + std::to_string(limit) + "; it must be a number >= 0");
+  PaddingReport report{padding_of(tensors, options), limit, 0, {}};
+  report.remedied_padding = report.padding;
+  if (report.padding <= limit) return report;
+  Remedy remedy(tensors, options);
+  const auto possible = remedy.choose_kinds(limit);
+  const auto factor = possible ? remedy.smallest_factor(limit) : 0;
+  if (possible) report.remedied_padding = remedy.padding_with(factor);
+  report.blames = remedy.blames(factor);
+  return report;
+}
+
+std::string PaddingReport::describe() const {
+  auto text = "padding " + percent(padding) + ", limit " + percent(limit) + "\n";
+  for (const auto& [tensor, count, coarsest] : blames) {
+    text += "  '" + tensor.name + "' " + plan_detail::shape_text(tensor.shape);
+    if (count > 1) text += " and " + std::to_string(count - 1) + " like it";
+    text += ": blocks of " + block_text(tensor, tensor.block_numel);
+    text += coarsest == 0 ? ", and no block is fine enough\n" : "; " + block_text(tensor, coarsest) + " would do\n";
+  }
+  return text;
+}
+
+}  // namespace ragged
