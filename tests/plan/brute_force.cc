@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 namespace ragged::testing {
 
@@ -33,30 +32,7 @@ bool feasible(const std::vector<TensorSpec>& tensors, std::int64_t devices, std:
   return std::ranges::find(reachable, 1) != reachable.end();
 }
 
-std::string overlap(const Plan& plan) {
-  std::vector<std::size_t> order(plan.tensors.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  std::ranges::sort(order, {}, [&](std::size_t i) { return std::pair(plan.offsets[i], plan.tensors[i].numel()); });
-  std::int64_t end = 0;
-  for (const auto i : order) {
-    if (plan.offsets[i] < end) return plan.tensors[i].name + " overlaps the tensor before it";
-    end = plan.offsets[i] + plan.tensors[i].numel();
-  }
-  return end > plan.devices * plan.shard_numel ? "the last tensor ends outside the buffer" : "";
-}
-
 }  // namespace
-
-std::string broken_constraint(const Plan& plan, std::int64_t alignment_numel) {
-  if (plan.offsets.size() != plan.tensors.size()) return "one offset per tensor is missing";
-  if (plan.shard_numel % alignment_numel != 0) return "the shard is not aligned";
-  for (std::size_t i = 0; i < plan.tensors.size(); ++i) {
-    if (plan.tensors[i].numel() > 0 && cuts_a_block(plan.offsets[i], plan.tensors[i], plan.shard_numel)) {
-      return "a block of " + plan.tensors[i].name + " is cut";
-    }
-  }
-  return overlap(plan);
-}
 
 std::int64_t smallest_shard_in_order(const std::vector<TensorSpec>& tensors, const PlanOptions& options) {
   std::int64_t total = 0;

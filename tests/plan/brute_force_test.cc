@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "plan/bound.h"
+#include "plan/constraints.h"
 #include "plan/order.h"
 #include "plan/random_instance.h"
 #include "plan/solve.h"

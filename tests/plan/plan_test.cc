@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "plan/brute_force.h"
+#include "plan/constraints.h"
 #include "ragged/error.h"
 #include "ragged/granularity.h"
 

@@ -5,7 +5,7 @@
 
 #include <numeric>
 
-#include "plan/brute_force.h"
+#include "plan/constraints.h"
 #include "plan/layers.h"
 #include "plan/random_instance.h"
 #include "ragged/error.h"
