@@ -30,6 +30,6 @@ struct PaddingReport {
 };
 
 // Takes as long as some hundred plan_unit. Throws UsageError unless limit is a number >= 0.
-[[nodiscard]] PaddingReport explain_padding(std::span<const TensorSpec> tensors, const UnitOptions& options, double limit);
+[[nodiscard]] PaddingReport explain_padding(std::span<const TensorSpec> tensors, const UnitPlanOptions& options, double limit);
 
 }  // namespace ragged

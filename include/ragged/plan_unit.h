@@ -45,7 +45,12 @@ struct UnitPlan {
 // The cheapest split found: fewest bytes gathered, each bucket beyond the first counted as collective_cost_bytes.
 [[nodiscard]] UnitPlan plan_unit(std::span<const TensorSpec> tensors, const UnitPlanOptions& options);
 
-// Every unit of a model; units with the same shapes and blocks are planned once.
-[[nodiscard]] std::vector<UnitPlan> plan_units(std::span<const std::vector<TensorSpec>> units, const UnitPlanOptions& options);
+// The units of a model: those with the same shapes and blocks are planned once, and named after the first of them.
+struct UnitPlans {
+  std::vector<UnitPlan> distinct;
+  std::vector<std::size_t> of_unit;  // which of them is unit i's
+  bool operator==(const UnitPlans&) const = default;
+};
+[[nodiscard]] UnitPlans plan_units(std::span<const std::vector<TensorSpec>> units, const UnitPlanOptions& options);
 
 }  // namespace ragged

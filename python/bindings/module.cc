@@ -5,6 +5,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("BUILT_FOR_TORCH") = RAGGED_TORCH_VERSION;
   bind_error(m);
   bind_plan(m);
+  bind_plan_unit(m);
   bind_comm(m);
   bind_placement(m);
   bind_engine(m);

@@ -1,40 +1,18 @@
 #include "ragged/plan.h"
 
-#include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
 #include <tuple>
 
 #include "bindings.h"
 #include "ragged/granularity.h"
-#include "ragged/plan_unit.h"
+#include "value.h"
 
 namespace ragged::bindings {
 
 namespace {
 
 using Shape = std::vector<std::int64_t>;
-
-// A value whose fields are `fields` and whose Python constructor takes them in that order: equality, repr, pickling.
-template <typename T, typename Fields, typename... Rest>
-void as_value(py::class_<T>& type, Fields fields, Rest... names) {
-  type.def(py::self == py::self);
-  type.attr("__hash__") = py::none();
-  type.def("__repr__", [names...](py::handle self) {
-    std::string text = py::str(py::type::of(self).attr("__name__"));
-    std::string separator = "(";
-    for (const char* name : {names...}) {
-      text += separator + name + "=" + std::string(py::repr(self.attr(name)));
-      separator = ", ";
-    }
-    return text + ")";
-  });
-  type.def(py::pickle([fields](const T& self) -> py::tuple { return py::cast(fields(self)); },
-                      [](const py::tuple& state) {
-                        using Tuple = decltype(fields(std::declval<const T&>()));
-                        return std::apply([](auto... values) { return T{std::move(values)...}; }, state.cast<Tuple>());
-                      }));
-}
 
 void bind_granularity(py::module_& m) {
   py::class_<Granularity> type(m, "Granularity");
@@ -122,58 +100,6 @@ void bind_results(py::module_& m) {
       "tensors", "offsets", "devices", "shard_numel", "bound_shard_numel", "order");
 }
 
-void bind_unit(py::module_& m) {
-  const UnitPlanOptions defaults;
-  py::class_<UnitPlanOptions> options(m, "UnitPlanOptions");
-  options
-      .def(py::init([](std::int64_t devices, std::int64_t alignment, std::int64_t buckets, std::int64_t bytes,
-                       std::int64_t cost) { return UnitPlanOptions{devices, alignment, buckets, bytes, cost}; }),
-           py::arg("devices") = defaults.devices, py::arg("alignment_numel") = defaults.alignment_numel,
-           py::arg("max_buckets") = defaults.max_buckets, py::arg("element_bytes") = defaults.element_bytes,
-           py::arg("collective_cost_bytes") = defaults.collective_cost_bytes)
-      .def_readonly("devices", &UnitPlanOptions::devices)
-      .def_readonly("alignment_numel", &UnitPlanOptions::alignment_numel)
-      .def_readonly("max_buckets", &UnitPlanOptions::max_buckets)
-      .def_readonly("element_bytes", &UnitPlanOptions::element_bytes)
-      .def_readonly("collective_cost_bytes", &UnitPlanOptions::collective_cost_bytes);
-  as_value(
-      options,
-      [](const UnitPlanOptions& o) {
-        return std::tuple(o.devices, o.alignment_numel, o.max_buckets, o.element_bytes, o.collective_cost_bytes);
-      },
-      "devices", "alignment_numel", "max_buckets", "element_bytes", "collective_cost_bytes");
-
-  py::class_<UnitBucket> bucket(m, "UnitBucket");
-  bucket.def_readonly("members", &UnitBucket::members).def_readonly("plan", &UnitBucket::plan);
-  as_value(bucket, [](const UnitBucket& b) { return std::tuple(b.members, b.plan); }, "members", "plan");
-
-  py::class_<UnitPlan> unit(m, "UnitPlan");
-  unit.def_readonly("buckets", &UnitPlan::buckets)
-      .def_readonly("one_bucket_padding_numel", &UnitPlan::one_bucket_padding_numel)
-      .def("global_numel", &UnitPlan::global_numel)
-      .def("useful_numel", &UnitPlan::useful_numel)
-      .def("padding_numel", &UnitPlan::padding_numel)
-      .def("gap_numel", &UnitPlan::gap_numel)
-      .def("describe", &UnitPlan::describe);
-  as_value(
-      unit, [](const UnitPlan& u) { return std::tuple(u.buckets, u.one_bucket_padding_numel); }, "buckets",
-      "one_bucket_padding_numel");
-  m.def(
-      "plan_unit",
-      [](const std::vector<TensorSpec>& tensors, const UnitPlanOptions& o) {
-        py::gil_scoped_release release;
-        return plan_unit(tensors, o);
-      },
-      py::arg("tensors"), py::arg("options") = defaults);
-  m.def(
-      "plan_units",
-      [](const std::vector<std::vector<TensorSpec>>& units, const UnitPlanOptions& o) {
-        py::gil_scoped_release release;
-        return plan_units(units, o);
-      },
-      py::arg("units"), py::arg("options") = defaults);
-}
-
 }  // namespace
 
 void bind_plan(py::module_& m) {
@@ -186,7 +112,6 @@ void bind_plan(py::module_& m) {
   bind_granularity(m);
   bind_inputs(m);
   bind_results(m);
-  bind_unit(m);
   m.def("ragged_cut", &ragged_cut, py::arg("plan"), py::arg("i"));
   m.def(
       "plan_bucket",

@@ -14,7 +14,7 @@ using namespace plan_detail;
 
 namespace {
 
-double padding_of(std::span<const TensorSpec> tensors, const UnitOptions& options) {
+double padding_of(std::span<const TensorSpec> tensors, const UnitPlanOptions& options) {
   const auto unit = plan_unit(tensors, options);
   const auto useful = unit.useful_numel();
   return useful == 0 ? 0.0 : static_cast<double>(unit.padding_numel()) / static_cast<double>(useful);
@@ -31,7 +31,7 @@ std::int64_t finer_block(const TensorSpec& tensor, std::int64_t factor) {
 
 class Remedy {
  public:
-  Remedy(std::span<const TensorSpec> tensors, const UnitOptions& options)
+  Remedy(std::span<const TensorSpec> tensors, const UnitPlanOptions& options)
       : tensors_(tensors), options_(options), problem_(make_problem(tensors, {options.devices, options.alignment_numel})) {}
 
   // The fewest kinds, found greedily, that must become finer; true if that is enough.
@@ -80,7 +80,7 @@ class Remedy {
 
  private:
   std::span<const TensorSpec> tensors_;
-  UnitOptions options_;
+  UnitPlanOptions options_;
   Problem problem_;
   std::vector<std::size_t> kinds_;
 };
@@ -100,7 +100,7 @@ std::string block_text(const TensorSpec& tensor, std::int64_t block) {
 
 }  // namespace
 
-PaddingReport explain_padding(std::span<const TensorSpec> tensors, const UnitOptions& options, double limit) {
+PaddingReport explain_padding(std::span<const TensorSpec> tensors, const UnitPlanOptions& options, double limit) {
   if (!(limit >= 0)) throw UsageError("explain_padding: limit is " + std::to_string(limit) + "; it must be a number >= 0");
   PaddingReport report{padding_of(tensors, options), limit, 0, {}};
   report.remedied_padding = report.padding;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <map>
-#include <utility>
+#include <tuple>
 
 #include "plan/checked.h"
 #include "plan/parts.h"
@@ -45,20 +45,14 @@ std::int64_t sum(const std::vector<UnitBucket>& buckets, std::int64_t (Plan::*nu
   return total;
 }
 
-using Signature = std::vector<std::pair<std::vector<std::int64_t>, std::int64_t>>;
-
-Signature signature_of(const std::vector<TensorSpec>& tensors) {
-  Signature signature;
-  for (const auto& tensor : tensors) signature.emplace_back(tensor.shape, tensor.block_numel);
-  return signature;
-}
-
-UnitPlan with_tensors(UnitPlan plan, const std::vector<TensorSpec>& tensors) {
-  for (auto& bucket : plan.buckets) {
-    for (std::size_t i = 0; i < bucket.members.size(); ++i) bucket.plan.tensors[i] = tensors[bucket.members[i]];
+// Orders units by everything but names.
+struct ByShapesAndBlocks {
+  std::span<const std::vector<TensorSpec>> units;
+  bool operator()(std::size_t a, std::size_t b) const {
+    const auto key = [](const TensorSpec& tensor) { return std::tie(tensor.shape, tensor.block_numel); };
+    return std::ranges::lexicographical_compare(units[a], units[b], {}, key, key);
   }
-  return plan;
-}
+};
 
 }  // namespace
 
@@ -90,12 +84,13 @@ UnitPlan plan_unit(std::span<const TensorSpec> tensors, const UnitPlanOptions& o
   return unit;
 }
 
-std::vector<UnitPlan> plan_units(std::span<const std::vector<TensorSpec>> units, const UnitPlanOptions& options) {
-  std::map<Signature, std::size_t> known;
-  std::vector<UnitPlan> plans;
-  for (const auto& unit : units) {
-    const auto [at, is_new] = known.emplace(signature_of(unit), plans.size());
-    plans.push_back(is_new ? plan_unit(unit, options) : with_tensors(plans[at->second], unit));
+UnitPlans plan_units(std::span<const std::vector<TensorSpec>> units, const UnitPlanOptions& options) {
+  std::map<std::size_t, std::size_t, ByShapesAndBlocks> known(ByShapesAndBlocks{units});
+  UnitPlans plans;
+  for (std::size_t unit = 0; unit < units.size(); ++unit) {
+    const auto [at, is_new] = known.emplace(unit, plans.distinct.size());
+    if (is_new) plans.distinct.push_back(plan_unit(units[unit], options));
+    plans.of_unit.push_back(at->second);
   }
   return plans;
 }

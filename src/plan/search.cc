@@ -11,7 +11,7 @@ constexpr Position kUnreachable{std::numeric_limits<std::int64_t>::max(), 0};
 
 }  // namespace
 
-OrderSearch::OrderSearch(const Problem& problem, std::size_t max_states) : max_states_(max_states) {
+OrderSearch::OrderSearch(const Problem& problem, std::int64_t max_steps) : max_steps_(max_steps) {
   for (std::size_t kind = 0; kind < problem.kinds.size(); ++kind) {
     const auto& [item, shape, members] = problem.kinds[kind];
     const auto count = static_cast<std::int64_t>(members.size());
@@ -32,17 +32,18 @@ OrderSearch::OrderSearch(const Problem& problem, std::size_t max_states) : max_s
   for (const auto& step : last_) last_runs_.push_back({problem.kinds[step.kind].item, step.count});
 }
 
-std::size_t OrderSearch::states() const {
-  std::size_t states = 1;
+bool OrderSearch::affordable() const {
+  std::int64_t steps = 0;  // to extend one multiset in every way
+  for (const auto& piece : pieces_) steps += piece.run.count;
   for (const auto& piece : pieces_) {
-    states *= static_cast<std::size_t>(piece.copies) + 1;
-    if (states > max_states_) return max_states_ + 1;
+    if (steps > max_steps_) return false;
+    steps *= piece.copies + 1;
   }
-  return states;
+  return steps <= max_steps_;
 }
 
 void OrderSearch::shrink() {
-  while (states() > max_states_) {
+  while (!affordable()) {
     complete_ = false;
     const auto most = std::ranges::max_element(pieces_, {}, &Piece::copies);
     if (most->copies > 1) {

@@ -15,7 +15,8 @@ namespace ragged::plan_detail {
 
 class OrderSearch {
  public:
-  OrderSearch(const Problem& problem, std::size_t max_states);
+  // One `find` places about `max_steps` tensors.
+  OrderSearch(const Problem& problem, std::int64_t max_steps);
 
   // True if every order is covered, so that "nothing found" is a proof.
   [[nodiscard]] bool complete() const { return complete_; }
@@ -32,7 +33,7 @@ class OrderSearch {
   };
 
   void shrink();
-  [[nodiscard]] std::size_t states() const;
+  [[nodiscard]] bool affordable() const;
   [[nodiscard]] std::size_t cheapest_last(std::size_t state, const Shards& shards, Position& best) const;
 
   std::vector<Piece> pieces_;
@@ -41,7 +42,7 @@ class OrderSearch {
   std::vector<std::int64_t> counts_;     // of each piece in the multiset at hand
   std::vector<Position> positions_;      // per multiset
   std::vector<std::size_t> last_piece_;  // which piece came last in it
-  std::size_t max_states_;
+  std::int64_t max_steps_;
   bool complete_ = true;
 };
 

@@ -14,11 +14,11 @@ namespace ragged::plan_detail {
 
 namespace {
 
-// A gain of less than a thousandth is not worth milliseconds: then the search looks at few multisets.
+// A gain of less than a thousandth is not worth milliseconds: then the search does little.
 constexpr std::int64_t kWorthwhile = 1000;
-constexpr std::size_t kManyStates = 4096;
-constexpr std::size_t kFewStates = 256;
-constexpr std::int64_t kPrecision = 4096;  // of the shard, where the search looks at many
+constexpr std::int64_t kManySteps = 40000;
+constexpr std::int64_t kFewSteps = 3000;
+constexpr std::int64_t kPrecision = 4096;  // of the shard, where the search does much
 
 struct Bisected {
   std::optional<std::int64_t> found;
@@ -78,7 +78,7 @@ void try_order(const Problem& problem, Order order, std::span<const Regime> regi
 // All orders at once. Where that is exhaustive it also proves a bound.
 void try_search(const Problem& problem, const Regimes& regimes, Solution& best) {
   const auto many = best.shards.shard_numel - best.bound_shard_numel > best.shards.shard_numel / kWorthwhile;
-  OrderSearch search(problem, many ? kManyStates : kFewStates);
+  OrderSearch search(problem, many ? kManySteps : kFewSteps);
   auto proven = best.shards.shard_numel;
   for (const auto& regime : regimes.regimes) {
     Shards shards{problem.options.devices, 0, regime.multiple};

@@ -1,6 +1,7 @@
 #pragma once
-// Layers of real models, as shapes: what padding claims are measured on.
+// Units of real models, as shapes: what padding and speed are measured on.
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "ragged/granularity.h"
@@ -18,8 +19,28 @@ inline std::vector<TensorSpec> with_rows(const Shapes& shapes, std::int64_t rows
   return tensors;
 }
 
+inline Shapes joined(Shapes first, const Shapes& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+inline Shapes root(std::int64_t vocabulary, std::int64_t hidden) {
+  return {{vocabulary, hidden}, {hidden}, {vocabulary, hidden}};
+}
+
 inline Shapes llama3_70b_layer() {
   return {{8192, 8192}, {1024, 8192}, {1024, 8192}, {8192, 8192}, {28672, 8192}, {28672, 8192}, {8192, 28672}, {8192}, {8192}};
+}
+
+inline Shapes gpt_oss_120b_layer() {
+  return {{64},        {4096, 2880},      {4096},      {512, 2880}, {512}, {512, 2880},
+          {512},       {2880, 4096},      {2880},      {128, 2880}, {128}, {128, 2880, 5760},
+          {128, 5760}, {128, 2880, 2880}, {128, 2880}, {2880},      {2880}};
+}
+
+inline Shapes qwen3_235b_layer() {
+  return {{8192, 4096},      {512, 4096},       {512, 4096}, {4096, 8192}, {128}, {128},
+          {128, 3072, 4096}, {128, 4096, 1536}, {128, 4096}, {4096},       {4096}};
 }
 
 inline Shapes deepseek_v3_attention() {
@@ -27,23 +48,34 @@ inline Shapes deepseek_v3_attention() {
 }
 
 inline Shapes deepseek_v3_dense_layer() {
-  auto shapes = deepseek_v3_attention();
-  for (const auto& shape : Shapes{{18432, 7168}, {18432, 7168}, {7168, 18432}}) shapes.push_back(shape);
+  return joined(deepseek_v3_attention(), {{18432, 7168}, {18432, 7168}, {7168, 18432}});
+}
+
+enum class Experts { kFused, kApart };  // two tensors for all, or three matrices for each
+
+inline Shapes deepseek_v3_moe_layer(Experts experts) {
+  const Shapes matrices = {{2048, 7168}, {2048, 7168}, {7168, 2048}};
+  auto shapes = joined(joined(deepseek_v3_attention(), {{256, 7168}, {256}}), matrices);
+  if (experts == Experts::kFused) return joined(shapes, {{256, 4096, 7168}, {256, 7168, 2048}});
+  for (int expert = 0; expert < 256; ++expert) shapes = joined(std::move(shapes), matrices);
   return shapes;
 }
 
-// Experts fused into two tensors, or each expert with its own three matrices.
-inline Shapes deepseek_v3_moe_layer(bool fused) {
-  auto shapes = deepseek_v3_attention();
-  for (const auto& shape : Shapes{{256, 7168}, {256}, {2048, 7168}, {2048, 7168}, {7168, 2048}}) shapes.push_back(shape);
-  if (fused) {
-    for (const auto& shape : Shapes{{256, 4096, 7168}, {256, 7168, 2048}}) shapes.push_back(shape);
-    return shapes;
-  }
-  for (int expert = 0; expert < 256; ++expert) {
-    for (const auto& shape : Shapes{{2048, 7168}, {2048, 7168}, {7168, 2048}}) shapes.push_back(shape);
-  }
-  return shapes;
+struct Model {
+  const char* name;
+  std::vector<std::pair<Shapes, int>> units;  // and how many there are of each
+};
+
+inline std::vector<Model> models() {
+  const auto deepseek = [](Experts experts) {
+    return std::vector<std::pair<Shapes, int>>{
+        {root(129280, 7168), 1}, {deepseek_v3_dense_layer(), 3}, {deepseek_v3_moe_layer(experts), 58}};
+  };
+  return {{"llama3-70b", {{root(128256, 8192), 1}, {llama3_70b_layer(), 80}}},
+          {"gpt-oss-120b", {{root(201088, 2880), 1}, {gpt_oss_120b_layer(), 36}}},
+          {"qwen3-235b", {{root(151936, 4096), 1}, {qwen3_235b_layer(), 94}}},
+          {"deepseek-v3-fused", deepseek(Experts::kFused)},
+          {"deepseek-v3-apart", deepseek(Experts::kApart)}};
 }
 
 }  // namespace ragged::testing

@@ -14,7 +14,7 @@ namespace {
 using Tensors = std::vector<TensorSpec>;
 using ::testing::HasSubstr;
 
-double padding_of(const Tensors& tensors, const UnitOptions& options) {
+double padding_of(const Tensors& tensors, const UnitPlanOptions& options) {
   const auto unit = plan_unit(tensors, options);
   return static_cast<double>(unit.padding_numel()) / static_cast<double>(unit.useful_numel());
 }
@@ -41,7 +41,7 @@ TEST(PaddingReport, SaysNothingUnderTheLimit) {
 
 TEST(PaddingReport, BlamesTheTensorWithTooFewBlocks) {
   const Tensors tensors = {{"fine", {4096, 64}, 64}, {"coarse", {128, 512}, 128 * 512}};
-  const UnitOptions options{.devices = 32, .max_buckets = 1};
+  const UnitPlanOptions options{.devices = 32, .max_buckets = 1};
   const auto report = explain_padding(tensors, options, 0.05);
   ASSERT_EQ(report.blames.size(), 1U);
   EXPECT_EQ(report.blames[0].tensor, tensors[1]);
@@ -53,7 +53,7 @@ TEST(PaddingReport, BlamesTheTensorWithTooFewBlocks) {
 
 TEST(PaddingReport, TheAdviceHoldsForARealLayer) {
   const auto layer = testing::with_rows(testing::llama3_70b_layer(), 128);
-  const UnitOptions options{.devices = 1024, .alignment_numel = 16};
+  const UnitPlanOptions options{.devices = 1024, .alignment_numel = 16};
   const auto report = explain_padding(layer, options, 0.1);
   EXPECT_GT(report.padding, 1);
   ASSERT_FALSE(report.blames.empty());

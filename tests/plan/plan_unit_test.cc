@@ -51,7 +51,8 @@ TEST(PlanUnit, SplitsWhereASecondCollectiveIsCheaperThanPadding) {
   EXPECT_NEAR(one_bucket_padding(llama), 0.029, 0.001);
   EXPECT_LT(padding(llama), 0.001);
   EXPECT_LE(llama.buckets.size(), 3U);
-  const auto moe = plan_unit(with_rows(testing::deepseek_v3_moe_layer(true), 16), {.devices = 1024, .alignment_numel = 16});
+  const auto moe = plan_unit(with_rows(testing::deepseek_v3_moe_layer(testing::Experts::kFused), 16),
+                             {.devices = 1024, .alignment_numel = 16});
   EXPECT_GT(one_bucket_padding(moe), 0.4);
   EXPECT_LT(padding(moe), 0.024);
   EXPECT_EQ(moe.gap_numel(), 0);
@@ -108,8 +109,7 @@ TEST(PlanUnit, NeverWorseThanLcmPaddingNorPerParameterPadding) {
 TEST(PlanUnit, MoreBucketsAllowedNeverCostMore) {
   for (std::uint32_t seed = 0; seed < 200; ++seed) {
     const auto instance = testing::random_instance(seed, 8);
-    UnitPlanOptions options{
-        .devices = instance.options.devices, .max_buckets = 1, .element_bytes = 1, .collective_cost_bytes = 3};
+    UnitPlanOptions options{.devices = instance.options.devices, .max_buckets = 1, .element_bytes = 1, .collective_cost_bytes = 3};
     const auto one = plan_unit(instance.tensors, options);
     options.max_buckets = 4;
     const auto some = plan_unit(instance.tensors, options);
@@ -118,16 +118,15 @@ TEST(PlanUnit, MoreBucketsAllowedNeverCostMore) {
   }
 }
 
-TEST(PlanUnit, IdenticalUnitsDifferInNamesOnly) {
-  auto first = with_rows(testing::llama3_70b_layer(), 16);
-  auto second = first;
-  for (auto& tensor : second) tensor.name = "other." + tensor.name;
+TEST(PlanUnit, UnitsThatDifferInNamesOnlyArePlannedOnce) {
+  const auto first = with_rows(testing::llama3_70b_layer(), 16);
+  auto alike = first;
+  for (auto& tensor : alike) tensor.name = "other." + tensor.name;
+  const auto finer = with_rows(testing::llama3_70b_layer(), 1);
   const UnitPlanOptions options{.devices = 64, .alignment_numel = 16};
-  const auto plans = plan_units(std::vector{first, second, first}, options);
-  ASSERT_EQ(plans.size(), 3U);
-  EXPECT_EQ(plans[0], plan_unit(first, options));
-  EXPECT_EQ(plans[1], plan_unit(second, options));
-  EXPECT_EQ(plans[2], plans[0]);
+  const auto plans = plan_units(std::vector{first, alike, finer, first}, options);
+  EXPECT_THAT(plans.of_unit, ::testing::ElementsAre(0, 0, 1, 0));
+  EXPECT_THAT(plans.distinct, ::testing::ElementsAre(plan_unit(first, options), plan_unit(finer, options)));
 }
 
 TEST(PlanUnit, OptionsAreChecked) {

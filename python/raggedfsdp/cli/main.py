@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from raggedfsdp.cli import train
+from raggedfsdp.cli import plan, train
 from raggedfsdp.cli.exits import FAILED, INTERRUPTED, USAGE
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 train.register(app)
+plan.register(app)
 
 
 @app.callback()  # without one, typer drops a command's name while it is the only command

@@ -81,7 +81,7 @@ void plan_all(Bytes& bytes) {
   const auto alignment = bytes.number();
   const auto tensors = tensors_from(bytes);
   check(ragged::plan_bucket(tensors, {.devices = devices, .alignment_numel = alignment}), alignment);
-  const ragged::UnitOptions options{.devices = devices,
+  const ragged::UnitPlanOptions options{.devices = devices,
                                     .alignment_numel = alignment,
                                     .max_buckets = bytes.number(),
                                     .element_bytes = bytes.number(),
