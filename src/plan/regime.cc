@@ -1,6 +1,7 @@
 #include "plan/regime.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "plan/bound.h"
 #include "plan/checked.h"
@@ -12,15 +13,14 @@ namespace {
 // More than this many and only the sets that the 2-approximation needs are kept.
 constexpr std::size_t kMaxRegimes = 64;
 
-// Blocks of the tensors long enough to contain a whole shard, by tensor numel descending, each once.
+// Blocks of the tensors long enough to contain a whole shard, those that contain one soonest first, each once.
 std::vector<std::int64_t> spanning_blocks(std::span<const Kind> kinds, std::int64_t low) {
   std::vector<Item> large;
   for (const auto& kind : kinds) {
     if (kind.item.numel > low) large.push_back(kind.item);
   }
-  std::ranges::sort(large, [](const Item& a, const Item& b) {
-    return a.numel != b.numel ? a.numel > b.numel : a.block_numel < b.block_numel;
-  });
+  const auto key = [](const Item& item) { return std::pair(-smallest_uncontained_shard(item), item.block_numel); };
+  std::ranges::sort(large, {}, key);
   std::vector<std::int64_t> blocks;
   for (const auto& item : large) {
     if (std::ranges::find(blocks, item.block_numel) == blocks.end()) blocks.push_back(item.block_numel);

@@ -65,6 +65,7 @@ void require(bool holds) {
 void check(const ragged::Plan& plan, std::int64_t alignment_numel) {
   require(ragged::testing::broken_constraint(plan, alignment_numel).empty());
   require(plan.bound_shard_numel <= plan.shard_numel);
+  require(plan.shard_numel / 2 <= plan.bound_shard_numel);
   require(plan.padding_numel() >= 0);
   if (plan.devices > 4096) return;
   (void)plan.describe();
