@@ -23,8 +23,8 @@ struct PaddingReport {
   double padding = 0;  // of the unit as asked for, as a fraction of its useful elements
   double limit = 0;
   double remedied_padding = 0;  // with the blamed tensors' blocks as suggested
-  std::vector<Blame> blames;    // none if the padding is under the limit; the worst first
-  // One sentence per blamed tensor.
+  std::vector<Blame> blames;    // none if the padding is under the limit; fewest blocks first
+  // One line per blamed tensor.
   [[nodiscard]] std::string describe() const;
   bool operator==(const PaddingReport&) const = default;
 };

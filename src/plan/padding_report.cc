@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <optional>
 
 #include "plan/problem.h"
 #include "plan/spec.h"
@@ -34,25 +33,35 @@ class Remedy {
   Remedy(std::span<const TensorSpec> tensors, const UnitPlanOptions& options)
       : tensors_(tensors), options_(options), problem_(make_problem(tensors, {options.devices, options.alignment_numel})) {}
 
-  // The fewest kinds, found greedily, that must become finer; true if that is enough.
-  bool choose_kinds(double limit) {
-    for (;;) {
-      std::optional<std::size_t> best;
-      double least = 0;
-      for (std::size_t kind = 0; kind < problem_.kinds.size(); ++kind) {
-        if (problem_.kinds[kind].item.block_numel == 1 || std::ranges::find(kinds_, kind) != kinds_.end()) continue;
-        kinds_.push_back(kind);
-        const auto padding = padding_with(problem_.kinds[kind].item.numel);
-        kinds_.pop_back();
-        if (!best || padding < least) best = kind, least = padding;
-      }
-      if (!best) return false;
-      kinds_.push_back(*best);
-      if (least <= limit) return true;
+  // The smallest power of two by which all blocks may be divided to stay under the limit; 0 if elements are not fine enough.
+  [[nodiscard]] std::int64_t smallest_factor(double limit) {
+    for (std::size_t kind = 0; kind < problem_.kinds.size(); ++kind) {
+      if (problem_.kinds[kind].item.block_numel > 1) kinds_.push_back(kind);
+    }
+    const auto blocks = [&](std::size_t kind) {
+      return problem_.kinds[kind].item.numel / problem_.kinds[kind].item.block_numel;
+    };
+    std::ranges::stable_sort(kinds_, {}, blocks);
+    std::int64_t factor = 2;
+    while (padding_with(factor) > limit) {
+      if (std::ranges::all_of(kinds_, [&](std::size_t kind) { return finer_block(first_of(kind), factor) == 1; })) return 0;
+      factor *= 2;
+    }
+    return factor;
+  }
+
+  // Keeps only the kinds that must be finer; those with most blocks are let go first.
+  void keep_needed(double limit, std::int64_t factor) {
+    for (auto k = kinds_.size(); k-- > 0;) {
+      const auto kind = kinds_[k];
+      kinds_.erase(kinds_.begin() + static_cast<std::ptrdiff_t>(k));
+      if (padding_with(factor) > limit) kinds_.insert(kinds_.begin() + static_cast<std::ptrdiff_t>(k), kind);
     }
   }
 
-  // The chosen kinds with 1/factor of their blocks; a factor of numel and more means elements.
+  // The kind with the fewest blocks alone.
+  void keep_first() { kinds_.resize(std::min<std::size_t>(1, kinds_.size())); }
+
   [[nodiscard]] double padding_with(std::int64_t factor) const {
     std::vector<TensorSpec> finer(tensors_.begin(), tensors_.end());
     for (const auto kind : kinds_) {
@@ -61,28 +70,23 @@ class Remedy {
     return padding_of(finer, options_);
   }
 
-  // The smallest power of two that is enough.
-  [[nodiscard]] std::int64_t smallest_factor(double limit) const {
-    std::int64_t factor = 2;
-    while (factor < (std::int64_t{1} << 61) && padding_with(factor) > limit) factor *= 2;
-    return factor;
-  }
-
   [[nodiscard]] std::vector<Blame> blames(std::int64_t factor) const {
     std::vector<Blame> result;
     for (const auto kind : kinds_) {
       const auto& members = problem_.kinds[kind].members;
-      const auto& tensor = tensors_[members.front()];
+      const auto& tensor = first_of(kind);
       result.push_back({tensor, static_cast<std::int64_t>(members.size()), factor == 0 ? 0 : finer_block(tensor, factor)});
     }
     return result;
   }
 
  private:
+  [[nodiscard]] const TensorSpec& first_of(std::size_t kind) const { return tensors_[problem_.kinds[kind].members.front()]; }
+
   std::span<const TensorSpec> tensors_;
   UnitPlanOptions options_;
   Problem problem_;
-  std::vector<std::size_t> kinds_;
+  std::vector<std::size_t> kinds_;  // to be finer, those with the fewest blocks first
 };
 
 std::string percent(double fraction) {
@@ -106,15 +110,20 @@ PaddingReport explain_padding(std::span<const TensorSpec> tensors, const UnitPla
   report.remedied_padding = report.padding;
   if (report.padding <= limit) return report;
   Remedy remedy(tensors, options);
-  const auto possible = remedy.choose_kinds(limit);
-  const auto factor = possible ? remedy.smallest_factor(limit) : 0;
-  if (possible) report.remedied_padding = remedy.padding_with(factor);
+  const auto factor = remedy.smallest_factor(limit);
+  if (factor == 0) {
+    remedy.keep_first();
+  } else {
+    remedy.keep_needed(limit, factor);
+    report.remedied_padding = remedy.padding_with(factor);
+  }
   report.blames = remedy.blames(factor);
   return report;
 }
 
 std::string PaddingReport::describe() const {
   auto text = "padding " + percent(padding) + ", limit " + percent(limit) + "\n";
+  if (blames.empty() && padding > limit) text += "  no block is to blame: there is less than one aligned shard per device\n";
   for (const auto& [tensor, count, coarsest] : blames) {
     text += "  '" + tensor.name + "' " + plan_detail::shape_text(tensor.shape);
     if (count > 1) text += " and " + std::to_string(count - 1) + " like it";

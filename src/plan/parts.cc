@@ -13,6 +13,7 @@ namespace {
 constexpr std::size_t kMaxClasses = 7;        // 877 divisions at most
 constexpr std::int64_t kSmallFraction = 512;  // a class below this part of the unit is placed last, wherever it costs nothing
 constexpr std::size_t kMoveRounds = 2;
+constexpr std::int64_t kNegligible = 8192;  // what could save less than this part of the unit isn't tried
 
 std::int64_t numel_of(const Problem& problem, const Part& part) {
   std::int64_t numel = 0;
@@ -63,7 +64,7 @@ void divisions(const Parts& classes, std::size_t count, std::size_t most, Parts&
   parts.pop_back();
 }
 
-// Bounds first, then the truth until no bound is below the best truth.
+// Bounds first, then the truth until no bound is well below the best truth.
 Parts best_division(const Parts& classes, std::size_t count, std::size_t most, PartCosts& costs) {
   std::vector<std::pair<Wide, Parts>> candidates;
   Parts parts;
@@ -72,11 +73,22 @@ Parts best_division(const Parts& classes, std::size_t count, std::size_t most, P
   std::optional<Wide> least;
   Parts best;
   for (const auto& [bound, candidate] : candidates) {
-    if (least && bound >= *least) break;
+    if (least && bound >= *least - *least / kNegligible) break;
     const auto cost = costs.cost(candidate);
     if (!least || cost < *least) least = cost, best = candidate;
   }
   return best;
+}
+
+// All small classes to one part, if there is one where that costs nothing.
+bool attach_for_nothing(Parts& parts, const Part& small, PartCosts& costs) {
+  for (auto& part : parts) {
+    auto all = joined(part, small);
+    if (costs.bound(all) > costs.cost(part) || costs.cost(all) > costs.cost(part)) continue;
+    part = std::move(all);
+    return true;
+  }
+  return false;
 }
 
 void attach(Parts& parts, const Part& small, PartCosts& costs) {
@@ -109,7 +121,7 @@ bool improve_by_one_move(Parts& parts, std::size_t most, PartCosts& costs) {
       for (std::size_t to = 0; to < targets; ++to) {
         if (to == from) continue;
         auto other = moved(parts, from, kind, to);
-        if (costs.bound(other) >= now || costs.cost(other) >= now) continue;
+        if (costs.bound(other) >= now - now / kNegligible || costs.cost(other) >= now) continue;
         parts = std::move(other);
         return true;
       }
@@ -157,7 +169,11 @@ Parts cheapest_parts(const Problem& problem, const UnitPlanOptions& options, Par
   const auto classes = block_classes(problem);
   const auto count = large_classes(problem, classes);
   auto best = best_division(classes, count, most, costs);
-  for (auto c = count; c < classes.size(); ++c) attach(best, classes[c], costs);
+  Part small;
+  for (auto c = count; c < classes.size(); ++c) small = joined(small, classes[c]);
+  if (!attach_for_nothing(best, small, costs)) {
+    for (auto c = count; c < classes.size(); ++c) attach(best, classes[c], costs);
+  }
   if (costs.cost(one) <= costs.cost(best)) best = one;
   for (std::size_t round = 0; round < kMoveRounds * most && improve_by_one_move(best, most, costs); ++round) {
   }

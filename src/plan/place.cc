@@ -18,7 +18,7 @@ bool cross(Position& at, const Item& item, const Shards& shards) {
     at = {at.shard + 1, 0};
     return at.shard < shards.devices && (item.numel <= size || cross(at, item, shards));
   }
-  const auto whole = (tail - 1) / size;
+  const auto whole = tail <= size ? 0 : tail - size <= size ? 1 : (tail - 1) / size;  // divisions are what this costs
   if (whole >= shards.devices - 1 - at.shard) return false;
   at = {at.shard + 1 + whole, tail - whole * size};
   return true;

@@ -1,6 +1,7 @@
 #include "ragged/plan.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "plan/spec.h"
 #include "ragged/error.h"
@@ -32,7 +33,7 @@ std::vector<Interval> Plan::gaps() const {
   std::vector<Interval> taken;
   for (std::size_t i = 0; i < tensors.size(); ++i) taken.push_back({offsets[i], offsets[i] + tensors[i].numel()});
   taken.push_back({global_numel(), global_numel()});
-  std::ranges::sort(taken, {}, &Interval::end);
+  std::ranges::sort(taken, {}, [](const Interval& interval) { return std::pair(interval.begin, interval.end); });
   std::vector<Interval> free;
   std::int64_t end = 0;
   for (const auto& interval : taken) {

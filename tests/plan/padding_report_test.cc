@@ -68,6 +68,13 @@ TEST(PaddingReport, SaysWhereNothingHelps) {
   EXPECT_THAT(report.describe(), HasSubstr("no block is fine enough"));
 }
 
+TEST(PaddingReport, SaysWhereNoBlockIsToBlame) {
+  const auto report = explain_padding(Tensors{{"bias", {5}, 1}}, {.devices = 64, .alignment_numel = 16}, 0.5);
+  EXPECT_GT(report.padding, 0.5);
+  EXPECT_THAT(report.blames, ::testing::IsEmpty());
+  EXPECT_THAT(report.describe(), HasSubstr("no block is to blame"));
+}
+
 TEST(PaddingReport, LimitIsChecked) {
   const Tensors tensors = {{"w", {4}, 1}};
   EXPECT_THROW((void)explain_padding(tensors, {}, -0.1), UsageError);

@@ -49,6 +49,12 @@ TEST(Plan, GapsLieBetweenTensorsAndAtTheEnd) {
   EXPECT_EQ(apart.gaps(), (std::vector<Interval>{{5, 8}, {13, 16}, {21, 24}}));
 }
 
+TEST(Plan, AnEmptyTensorAtTheEndLeavesNoGap) {
+  const auto plan = plan_bucket(Tensors{{"e", {0}, 1}, {"s", {}, 1}, {"w", {3}, 2}}, {.devices = 2});
+  EXPECT_EQ(plan.padding_numel(), 0);
+  EXPECT_TRUE(plan.gaps().empty());
+}
+
 TEST(Plan, OnlyEmptyTensorsNeedNoMemory) {
   const auto plan = plan_bucket(Tensors{{"a", {0, 4}, 1}, {"b", {3, 0}, 1}}, {.devices = 4, .alignment_numel = 8});
   EXPECT_EQ(plan.shard_numel, 0);

@@ -16,7 +16,7 @@ from raggedfsdp.plan import (
     Plan,
     PlanOptions,
     TensorSpec,
-    UnitOptions,
+    UnitPlanOptions,
     explain_padding,
     plan_bucket,
     plan_unit,
@@ -116,7 +116,7 @@ def test_the_shard_is_at_most_twice_the_bound(tensors: list[TensorSpec], options
 @laws
 @given(buckets, st.integers(1, 9), st.integers(1, 4), st.integers(0, 50))
 def test_a_unit_holds_every_tensor_once_in_valid_buckets(tensors, devices: int, most: int, cost: int) -> None:
-    unit = plan_unit(tensors, UnitOptions(devices, max_buckets=most, element_bytes=1, collective_cost_bytes=cost))
+    unit = plan_unit(tensors, UnitPlanOptions(devices, max_buckets=most, element_bytes=1, collective_cost_bytes=cost))
     assert sorted(i for bucket in unit.buckets for i in bucket.members) == list(range(len(tensors)))
     assert len(unit.buckets) <= most
     for bucket in unit.buckets:
@@ -129,9 +129,9 @@ def test_a_unit_holds_every_tensor_once_in_valid_buckets(tensors, devices: int, 
 @laws
 @given(buckets, st.integers(1, 9))
 def test_values_survive_pickling(tensors: list[TensorSpec], devices: int) -> None:
-    unit = plan_unit(tensors, UnitOptions(devices, collective_cost_bytes=0))
-    report = explain_padding(tensors, UnitOptions(devices), 0.1)
-    for value in (unit, report, unit.buckets[0].plan, tensors[0], UnitOptions(devices)):
+    unit = plan_unit(tensors, UnitPlanOptions(devices, collective_cost_bytes=0))
+    report = explain_padding(tensors, UnitPlanOptions(devices), 0.1)
+    for value in (unit, report, unit.buckets[0].plan, tensors[0], UnitPlanOptions(devices)):
         assert pickle.loads(pickle.dumps(value)) == value
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+MOST_DEVICES = 10**9
 SWEEP_DEVICES = tuple(2**i for i in range(3, 15))
 
 
@@ -46,9 +47,12 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Draw a unit's buffer.", metavar="FILE")] = None,
     unit: Annotated[
-        str | None, typer.Option(help="The unit to draw; the one with most elements if not given.", metavar="NAME")
+        str | None, typer.Option(help="The unit to draw; if not given, the one that most of the model is in.", metavar="NAME")
     ] = None,
-    sweep: Annotated[Path | None, typer.Option(help="Plot padding against devices (PNG, SVG or PDF).", metavar="FILE")] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(help="Plot padding against devices, 8 to 16,384 if not given (PNG, SVG, PDF).", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Show where a model's parameters would lie, and what padding costs.
 
@@ -72,6 +76,8 @@ def device_counts(text: str) -> tuple[int, ...]:
     from raggedfsdp import UsageError
 
     counts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in counts):
-        raise UsageError(f"--devices: {text} must be positive numbers with commas between them, such as 8,64,1024")
+    if not all(part.isdecimal() and 0 < int(part) <= MOST_DEVICES for part in counts):
+        raise UsageError(
+            f"--devices: {text} must be numbers from 1 to {MOST_DEVICES:,} with commas between them, such as 8,64,1024"
+        )
     return tuple(int(part) for part in counts)

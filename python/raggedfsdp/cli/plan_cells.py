@@ -64,7 +64,26 @@ def rows_of(plan: Plan) -> list[Row]:
 
 
 def _label(first: int, end: int) -> str:
-    return f"device {first}" if end - first == 1 else f"{first:,} to {end - 1:,}"
+    return f"device {first:,}" if end - first == 1 else f"devices {first:,} to {end - 1:,}"
+
+
+def picture(plan: Plan, width: float) -> list[tuple[Row, list[Cell]]]:
+    """Every row with its cells; rows of one tensor and nothing else are folded where there are many devices."""
+    layout = Layout(plan)
+    rows: list[tuple[Row, list[Cell]]] = []
+    for row in rows_of(plan):
+        found = list(cells(layout, row, width))
+        last, before = rows[-1] if rows else (row, [])
+        if row.devices > 1 and _same_tensor(before, found):
+            joined = Row(_label(last.begin // plan.shard_numel, row.end // plan.shard_numel), last.begin, row.end, row.devices)
+            rows[-1] = joined, before
+        else:
+            rows.append((row, found))
+    return rows
+
+
+def _same_tensor(before: list[Cell], now: list[Cell]) -> bool:
+    return [(c.tensor, c.padding) for c in before] == [(c.tensor, c.padding) for c in now] and len(now) == 1
 
 
 def cells(layout: Layout, row: Row, width: float) -> Iterator[Cell]:

@@ -76,7 +76,7 @@ def shapes_of(model: str, split_experts: bool) -> list[UnitShapes]:
 
 def choose(plan: ModelPlan, name: str | None) -> PlannedUnit:
     if name is None:
-        return max(plan.units, key=lambda u: u.plan.useful_numel())
+        return max(plan.units, key=lambda u: u.shapes.repeat * u.plan.useful_numel())
     for unit in plan.units:
         if unit.shapes.unit == name:
             return unit

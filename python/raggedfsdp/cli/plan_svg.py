@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from raggedfsdp.cli.plan_cells import Cell, Layout, Row, cells, rows_of
+from raggedfsdp.cli.plan_cells import Cell, Row, picture
 from raggedfsdp.cli.words import count, size
 from raggedfsdp.plan import Plan, PlannedUnit, TensorSpec, UnitPlanOptions, fraction
 
 _WIDTH = 1000
-_LABELS = 120  # at the left of the bars
+_LABELS = 150  # at the left of the bars
 _ROW, _GAP, _TOP = 26, 6, 48
 _LEGEND_LINE, _LEGEND_COLUMNS = 18, 2
 _NARROWEST_BLOCK = 5.0  # pixels between block lines
@@ -41,8 +41,9 @@ def draw_unit(unit: PlannedUnit, options: UnitPlanOptions) -> str:
     body: list[str] = []
     y = 34
     for i, bucket in enumerate(unit.plan.buckets):
-        body += _panel(bucket.plan, options, kinds, y, f"bucket {i + 1}: " if len(unit.plan.buckets) > 1 else "")
-        y += _TOP + len(rows_of(bucket.plan)) * (_ROW + _GAP)
+        rows = picture(bucket.plan, _WIDTH)
+        body += _panel(_Panel(bucket.plan, rows, f"bucket {i + 1}: " if len(unit.plan.buckets) > 1 else ""), options, kinds, y)
+        y += _TOP + len(rows) * (_ROW + _GAP)
     legend, height = _legend(unit, kinds, y + 16)
     padding = fraction(unit.plan.padding_numel(), unit.plan.useful_numel())
     parameters = count(unit.plan.useful_numel())
@@ -70,18 +71,26 @@ def _head(height: float, title: str) -> list[str]:
     ]
 
 
-def _panel(plan: Plan, options: UnitPlanOptions, kinds: _Kinds, y: float, prefix: str) -> Iterator[str]:
+@dataclass(frozen=True)
+class _Panel:
+    plan: Plan
+    rows: list[tuple[Row, list[Cell]]]
+    prefix: str
+
+
+def _panel(panel: _Panel, options: UnitPlanOptions, kinds: _Kinds, y: float) -> Iterator[str]:
+    plan = panel.plan
     padding = fraction(plan.padding_numel(), plan.useful_numel())
     text = (
-        f"{prefix}{len(plan.tensors)} tensors, {count(plan.shard_numel)} elements a device, padding {100 * padding:.2f} %, "
-        f"{size(plan.global_numel() * options.element_bytes)} gathered, order {plan.order.name.lower()}"
+        f"{panel.prefix}{len(plan.tensors)} tensors, {count(plan.shard_numel)} elements a device, "
+        f"padding {100 * padding:.2f} %, {size(plan.global_numel() * options.element_bytes)} gathered, "
+        f"order {plan.order.name.lower()}"
     )
     yield f'<text x="10" y="{y + 24:g}" font-size="12" fill="#444444">{escape(text)}</text>'
     top = y + _TOP - 12
-    layout = Layout(plan)
-    for row in rows_of(plan):
+    for row, cells in panel.rows:
         yield f'<text x="{_LABELS - 8}" y="{top + 17:g}" text-anchor="end" fill="#555555">{row.label}</text>'
-        for cell in cells(layout, row, _WIDTH):
+        for cell in cells:
             yield from _cell(plan, row, cell, kinds, top)
         yield f'<rect x="{_LABELS}" y="{top:g}" width="{_WIDTH}" height="{_ROW}" fill="none" stroke="#333333"/>'
         top += _ROW + _GAP
@@ -136,7 +145,9 @@ def _legend(unit: PlannedUnit, kinds: _Kinds, y: float) -> tuple[list[str], floa
     lines.append(
         f'<rect x="10" y="{last - 10:g}" width="12" height="12" fill="url(#padding)" stroke="#c0392b" stroke-width="0.5"/>'
     )
-    lines.append(f'<text x="28" y="{last:g}">padding; ticks mark blocks, which no device boundary cuts</text>')
+    lines.append(
+        f'<text x="28" y="{last:g}">padding; ticks mark blocks where they can be told apart: no device boundary cuts one</text>'
+    )
     return lines, last + 14
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
     from raggedfsdp.cli.plan_run import Request
 
 console = Console(highlight=False)
-_COLUMNS = ("tensors", "order", "shard", "padding", "bound", "gap", "per collective")
+_COLUMNS = {"order": 9, "shard": 7, "padding": 8, "bound": 8, "gap": 3, "gathered": 9}  # and how wide at least
 
 
 def show(request: Request, plans: Sequence[ModelPlan], limit: float) -> None:
     for plan in plans:
-        console.print(_heading(request, plan))
+        console.print(_heading(request, plan), soft_wrap=True)
         console.print(_table(plan))
         _blame(plan, limit)
         console.print()
@@ -69,30 +68,30 @@ def _heading(request: Request, plan: ModelPlan) -> str:
 
 
 def _table(plan: ModelPlan) -> Table:
-    table = Table(header_style="dim", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("unit", overflow="fold")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    others = sum(width + 2 for width in _COLUMNS.values())
+    table.add_column("unit", overflow="ellipsis", no_wrap=True, max_width=max(16, console.width - others))
+    for column, width in _COLUMNS.items():
+        table.add_column(column, justify="right", no_wrap=True, min_width=width)
     for unit in plan.units:
         _add_unit(table, unit, plan.options.element_bytes)
     return table
 
 
 def _add_unit(table: Table, unit: PlannedUnit, element_bytes: int) -> None:
-    buckets = unit.plan.buckets
+    buckets, useful = unit.plan.buckets, unit.plan.useful_numel()
     name = unit.shapes.unit + (f" x {unit.shapes.repeat}" if unit.shapes.repeat > 1 else "")
     if len(buckets) > 1:
-        useful = unit.plan.useful_numel()
-        before = percent(fraction(unit.plan.one_bucket_padding_numel, useful))
         total = percent(fraction(unit.plan.padding_numel(), useful))
-        table.add_row(f"{name}  [dim]{len(buckets)} buckets, {before} in one[/]", "", "", "", total, "", "", "")
-    for i, bucket in enumerate(buckets):
+        table.add_row(name, f"{len(buckets)} buckets", "", total)
+        table.add_row(
+            "[dim]  in one bucket[/]", "", "", f"[dim]{percent(fraction(unit.plan.one_bucket_padding_numel, useful))}[/]"
+        )
+    for bucket in buckets:
         p = bucket.plan
-        first = name if len(buckets) == 1 else f"  {i + 1}: {_members(p)}"
         values = (p.padding_numel(), p.padding_numel() - p.gap_numel(), p.gap_numel())
         table.add_row(
-            first,
-            str(len(p.tensors)),
+            name if len(buckets) == 1 else f"  {_members(p)}",
             p.order.name.lower(),
             count(p.shard_numel),
             *(percent(fraction(v, p.useful_numel())) for v in values),
