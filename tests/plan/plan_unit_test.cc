@@ -109,7 +109,8 @@ TEST(PlanUnit, NeverWorseThanLcmPaddingNorPerParameterPadding) {
 TEST(PlanUnit, MoreBucketsAllowedNeverCostMore) {
   for (std::uint32_t seed = 0; seed < 200; ++seed) {
     const auto instance = testing::random_instance(seed, 8);
-    UnitPlanOptions options{.devices = instance.options.devices, .max_buckets = 1, .element_bytes = 1, .collective_cost_bytes = 3};
+    UnitPlanOptions options{
+        .devices = instance.options.devices, .max_buckets = 1, .element_bytes = 1, .collective_cost_bytes = 3};
     const auto one = plan_unit(instance.tensors, options);
     options.max_buckets = 4;
     const auto some = plan_unit(instance.tensors, options);

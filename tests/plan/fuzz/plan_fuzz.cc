@@ -83,10 +83,10 @@ void plan_all(Bytes& bytes) {
   const auto tensors = tensors_from(bytes);
   check(ragged::plan_bucket(tensors, {.devices = devices, .alignment_numel = alignment}), alignment);
   const ragged::UnitPlanOptions options{.devices = devices,
-                                    .alignment_numel = alignment,
-                                    .max_buckets = bytes.number(),
-                                    .element_bytes = bytes.number(),
-                                    .collective_cost_bytes = bytes.number()};
+                                        .alignment_numel = alignment,
+                                        .max_buckets = bytes.number(),
+                                        .element_bytes = bytes.number(),
+                                        .collective_cost_bytes = bytes.number()};
   const auto unit = ragged::plan_unit(tensors, options);
   for (const auto& bucket : unit.buckets) check(bucket.plan, alignment);
   if (bytes.byte() % 16 == 0) (void)ragged::explain_padding(tensors, options, 0.1).describe();
