@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from raggedfsdp import UsageError
 from raggedfsdp.plan import (
     Granularity,

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
 from raggedfsdp.cli.main import main
 from raggedfsdp.cli.plan_run import shapes_of, split
 
