@@ -187,7 +187,7 @@ TEST(Unit, OutlivesNothingAndNothingOutlivesItUnsafely) {
 TEST(Unit, MistakesAreNamed) {
   const auto weight = at::ones({4}).set_requires_grad(true);
   const NamedTensors parameters{{"w", weight}};
-  EXPECT_THAT([&] { Unit(parameters, {.name = "u"}); }, ThrowsMessage<UsageError>(HasSubstr("mesh")));
+  EXPECT_THAT([&] { Unit(parameters, {.name = "u", .mesh = {}}); }, ThrowsMessage<UsageError>(HasSubstr("mesh")));
   const UnitOptions options{.name = "u", .mesh = {{make_fake_comm(0, 2)}}};
   EXPECT_THAT([&] { Unit(NamedTensors{{"m", at::ones({2}, at::kMeta)}}, options); },
               ThrowsMessage<UsageError>(HasSubstr("'m'")));
