@@ -74,7 +74,7 @@ def _segments(kind: str, case: str) -> None:
             twin.train(loss, lambda step, rank, n=forwards: inputs(step, rank, n), steps=2)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments(kind: str, world: int) -> None:
     for case in CASES:
