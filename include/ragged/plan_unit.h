@@ -20,7 +20,7 @@ struct UnitPlanOptions {
   std::int64_t element_bytes = 2;  // of the gathered parameters
   // What one more collective costs, as the bytes of a gathered buffer that take as long: 20 us at 200 GB/s. 0 splits whenever
   // it saves anything.
-  std::int64_t collective_cost_bytes = std::int64_t{4} << 20;
+  std::int64_t collective_cost_bytes = 4194304;  // 4 MiB
   bool operator==(const UnitPlanOptions&) const = default;
 };
 

@@ -47,6 +47,7 @@ std::int64_t lower_bound(const Problem& problem) {
   const auto alignment = problem.options.alignment_numel;
   const auto packing = packing_bound(problem);
   std::vector<Item> items;
+  items.reserve(problem.kinds.size());
   for (const auto& kind : problem.kinds) items.push_back(kind.item);
   std::ranges::sort(items, std::ranges::greater{}, smallest_uncontained_shard);
   auto best = kMaxNumel;

@@ -7,7 +7,7 @@
 namespace ragged::plan_detail {
 
 // Sizes stay below this, so that the sum of two of them still fits a signed 64-bit integer.
-inline constexpr std::int64_t kMaxNumel = std::int64_t{1} << 62;
+inline constexpr std::int64_t kMaxNumel = 4'611'686'018'427'387'904;  // 2^62
 
 __extension__ using Wide = __int128;
 

@@ -32,7 +32,9 @@ std::string percent(std::int64_t part, std::int64_t whole) {
   return text;
 }
 
-std::string range(const Interval& owned) { return "[" + std::to_string(owned.begin) + ", " + std::to_string(owned.end) + ")"; }
+std::string range(const Interval& owned) {
+  return std::string("[").append(std::to_string(owned.begin)) + ", " + std::to_string(owned.end) + ")";
+}
 
 std::string device_line(const Plan& plan, const std::vector<std::size_t>& by_offset, std::int64_t rank) {
   auto line = "  device " + std::to_string(rank) + ":";

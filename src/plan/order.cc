@@ -20,6 +20,7 @@ bool precedes(const Kind& a, const Kind& b, Order order) {
 std::vector<Step> steps_of(const Problem& problem, Order order) {
   if (order == Order::kDefault) return problem.given;
   std::vector<Step> steps;
+  steps.reserve(problem.kinds.size());
   for (std::size_t kind = 0; kind < problem.kinds.size(); ++kind) {
     steps.push_back({kind, static_cast<std::int64_t>(problem.kinds[kind].members.size())});
   }

@@ -9,8 +9,6 @@
 
 namespace ragged {
 
-using namespace plan_detail;
-
 namespace {
 
 double padding_of(std::span<const TensorSpec> tensors, const UnitPlanOptions& options) {
@@ -31,7 +29,9 @@ std::int64_t finer_block(const TensorSpec& tensor, std::int64_t factor) {
 class Remedy {
  public:
   Remedy(std::span<const TensorSpec> tensors, const UnitPlanOptions& options)
-      : tensors_(tensors), options_(options), problem_(make_problem(tensors, {options.devices, options.alignment_numel})) {}
+      : tensors_(tensors),
+        options_(options),
+        problem_(plan_detail::make_problem(tensors, {options.devices, options.alignment_numel})) {}
 
   // The smallest power of two by which all blocks may be divided to stay under the limit; 0 if elements are not fine enough.
   [[nodiscard]] std::int64_t smallest_factor(double limit) {
@@ -85,7 +85,7 @@ class Remedy {
 
   std::span<const TensorSpec> tensors_;
   UnitPlanOptions options_;
-  Problem problem_;
+  plan_detail::Problem problem_;
   std::vector<std::size_t> kinds_;  // to be finer, those with the fewest blocks first
 };
 

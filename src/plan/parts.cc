@@ -160,7 +160,7 @@ Wide PartCosts::bound(const Parts& parts) {
 Parts cheapest_parts(const Problem& problem, const UnitPlanOptions& options, PartCosts& costs) {
   Part everything(problem.kinds.size());
   std::iota(everything.begin(), everything.end(), std::size_t{0});
-  const Parts one = {everything};
+  Parts one = {everything};
   const auto volume = static_cast<Wide>(total_numel(problem)) * options.element_bytes;
   // A second bucket saves at most the padding.
   if (options.max_buckets == 1 || costs.cost(one) <= volume + 2 * static_cast<Wide>(options.collective_cost_bytes)) return one;

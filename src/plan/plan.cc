@@ -31,6 +31,7 @@ Interval Plan::owned(std::size_t i, std::int64_t rank) const {
 
 std::vector<Interval> Plan::gaps() const {
   std::vector<Interval> taken;
+  taken.reserve(tensors.size() + 1);
   for (std::size_t i = 0; i < tensors.size(); ++i) taken.push_back({offsets[i], offsets[i] + tensors[i].numel()});
   taken.push_back({global_numel(), global_numel()});
   std::ranges::sort(taken, {}, [](const Interval& interval) { return std::pair(interval.begin, interval.end); });

@@ -12,12 +12,15 @@
 
 namespace ragged {
 
-using namespace plan_detail;
+using plan_detail::Part;
+using plan_detail::PartCosts;
+using plan_detail::Problem;
+using plan_detail::Solution;
 
 namespace {
 
 void check(const char* name, std::int64_t value, std::int64_t least) {
-  if (value >= least && value <= kMaxNumel) return;
+  if (value >= least && value <= plan_detail::kMaxNumel) return;
   throw UsageError(std::string("plan_unit: ") + name + " is " + std::to_string(value) + "; it must be between " +
                    std::to_string(least) + " and 2^62");
 }
@@ -30,12 +33,13 @@ UnitBucket to_bucket(const Problem& problem, const Part& part, const Solution& s
   }
   std::ranges::sort(bucket.members);
   std::vector<TensorSpec> own;
+  own.reserve(bucket.members.size());
   for (const auto i : bucket.members) own.push_back(tensors[i]);
-  auto own_problem = restrict_to(problem, part);
+  auto own_problem = plan_detail::restrict_to(problem, part);
   for (auto& kind : own_problem.kinds) {
     for (auto& i : kind.members) i = std::ranges::lower_bound(bucket.members, i) - bucket.members.begin();
   }
-  bucket.plan = to_plan(own_problem, solution, own);
+  bucket.plan = plan_detail::to_plan(own_problem, solution, own);
   return bucket;
 }
 
@@ -71,16 +75,17 @@ UnitPlan plan_unit(std::span<const TensorSpec> tensors, const UnitPlanOptions& o
   check("max_buckets", options.max_buckets, 1);
   check("element_bytes", options.element_bytes, 1);
   check("collective_cost_bytes", options.collective_cost_bytes, 0);
-  const auto problem = make_problem(tensors, {options.devices, options.alignment_numel});
+  const auto problem = plan_detail::make_problem(tensors, {options.devices, options.alignment_numel});
   PartCosts costs(problem, options);
   UnitPlan unit;
-  for (const auto& part : cheapest_parts(problem, options, costs)) {
+  for (const auto& part : plan_detail::cheapest_parts(problem, options, costs)) {
     unit.buckets.push_back(to_bucket(problem, part, costs.solution(part), tensors));
   }
   std::ranges::sort(unit.buckets, {}, [](const UnitBucket& bucket) { return bucket.members.front(); });
   Part everything;
   for (std::size_t kind = 0; kind < problem.kinds.size(); ++kind) everything.push_back(kind);
-  unit.one_bucket_padding_numel = costs.solution(everything).shards.shard_numel * options.devices - total_numel(problem);
+  unit.one_bucket_padding_numel =
+      costs.solution(everything).shards.shard_numel * options.devices - plan_detail::total_numel(problem);
   return unit;
 }
 

@@ -14,7 +14,8 @@ using Shapes = std::vector<std::vector<std::int64_t>>;
 inline std::vector<TensorSpec> with_rows(const Shapes& shapes, std::int64_t rows) {
   std::vector<TensorSpec> tensors;
   for (const auto& shape : shapes) {
-    tensors.push_back({"t" + std::to_string(tensors.size()), shape, Granularity::rows(rows).block_numel(shape)});
+    tensors.push_back(
+        {std::string("t").append(std::to_string(tensors.size())), shape, Granularity::rows(rows).block_numel(shape)});
   }
   return tensors;
 }

@@ -25,7 +25,7 @@ Instance random_instance(std::uint32_t seed, std::int64_t most_tensors) {
     const auto numel = pick(random, 0, 9) == 0 ? 0 : pick(random, 1, 24);
     const auto most = std::max<std::int64_t>(1, numel);
     const auto block = few_blocks ? std::min(most, blocks[pick(random, 0, 1)]) : pick(random, 1, most);
-    instance.tensors.push_back({"t" + std::to_string(i), {numel}, block});
+    instance.tensors.push_back({std::string("t").append(std::to_string(i)), {numel}, block});
   }
   return instance;
 }
