@@ -129,6 +129,8 @@ def test_the_sweep_is_plotted(run: Run, tmp_path: Path, suffix: str, magic: byte
         (["--model", "llama-tiny", "--devices", "8", "--svg", "/no/such/x.svg"], "cannot write /no/such/x.svg"),
         (["--model", "llama-tiny", "--devices", "8", "--svg", "x.svg", "--unit", "nobody"], "no unit is called nobody"),
         (["--model", "llama-tiny", "--sweep", "x.txt"], "must end in .png"),
+        (["--model", "llama-tiny", "--devices", "8", "--collective-cost", "nan"], "--collective-cost"),
+        (["--model", "llama-tiny", "--devices", "8", "--limit", "inf"], "--limit"),
         (["--model", "llama-tiny", "--devices", "9" * 30], "--devices"),
     ],
 )

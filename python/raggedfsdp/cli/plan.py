@@ -63,6 +63,9 @@ def plan(
     from raggedfsdp import UsageError
     from raggedfsdp.cli.plan_run import Request, run
 
+    for option, value in (("--collective-cost", collective_cost), ("--limit", limit)):
+        if not 0 <= value < 1e12:
+            raise UsageError(f"{option}: {value} must be a number from 0 to 1e12")
     if rows is not None and policy is not None:
         raise UsageError("--rows and --policy: give one of them; a policy says the rows of every tensor")
     if devices is None and sweep is None:
