@@ -15,6 +15,19 @@ check_torch(built_for())
 from raggedfsdp._C import CommError, Granularity, InternalError, RaggedShard, UsageError  # noqa: E402
 from raggedfsdp._fully_shard import fully_shard  # noqa: E402
 from raggedfsdp._module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
+from raggedfsdp.plan import (  # noqa: E402
+    Plan,
+    PlanOptions,
+    TensorSpec,
+    UnitBucket,
+    UnitPlan,
+    UnitPlanOptions,
+    explain_padding,
+    plan_bucket,
+    plan_unit,
+    plan_units,
+    ragged_cut,
+)
 from raggedfsdp.state_dict import full_state_dict, load_full_state_dict  # noqa: E402
 from raggedfsdp.tensor import RaggedDTensor, distribute_tensor, gathering, initialize_  # noqa: E402
 
@@ -28,16 +41,27 @@ __all__ = [
     "InternalError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Plan",
+    "PlanOptions",
     "RaggedDTensor",
     "RaggedShard",
+    "TensorSpec",
+    "UnitBucket",
+    "UnitPlan",
+    "UnitPlanOptions",
     "UnshardHandle",
     "UsageError",
     "distribute_tensor",
+    "explain_padding",
     "full_state_dict",
     "fully_shard",
     "gathering",
     "initialize_",
     "load_full_state_dict",
+    "plan_bucket",
+    "plan_unit",
+    "plan_units",
+    "ragged_cut",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
