@@ -22,7 +22,7 @@ tidy_files() {
 }
 
 tidy() {
-  tidy_files | xargs -n 1 -P "$(nproc)" $bin/clang-tidy -p build --quiet --extra-arg=-Wno-unknown-warning-option 2>build/tidy.log ||
+  tidy_files | xargs -n 1 -P "$(nproc)" $bin/clang-tidy -p build --quiet --extra-arg=-Wno-unknown-warning-option --extra-arg=-Wno-deprecated-declarations 2>build/tidy.log ||
     { cat build/tidy.log; return 1; }
 }
 
