@@ -45,8 +45,11 @@ Context::Task& Context::task() {
     if (it->id == id) return *it;
   }
   if (id == -1) throw InternalError("a hook of backward ran outside of backward");
+  // After a backward that failed this one is not an inner one of it.
+  const bool failed = std::erase_if(tasks_, [](const Task& t) { return t.abandoned; }) > 0;
+  if (failed && tasks_.empty()) reset();
   if (tasks_.empty()) backward_order_.begin();
-  tasks_.push_back({id, {}, false});
+  tasks_.push_back({id, {}});
   auto end = std::make_shared<TaskEnd>(weak_from_this(), id);  // shared: a std::function must be copyable
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->reach(); });
   return tasks_.back();
@@ -114,6 +117,7 @@ void Context::hide(Entered& entered) {
 void Context::abandon_task(int id) {
   for (Task& task : tasks_) {
     if (task.id != id) continue;
+    task.abandoned = true;
     for (Entered& entered : task.entered) {
       try {
         hide(entered);

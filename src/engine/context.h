@@ -55,6 +55,7 @@ class Context : public std::enable_shared_from_this<Context> {
     int id = -1;
     std::vector<Entered> entered;
     bool reduced = false;
+    bool abandoned = false;  // it ended in an exception
   };
   struct Reduction {
     std::shared_ptr<UnitCore> unit;
