@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
@@ -20,9 +20,6 @@ from raggedfsdp._optimizers import parameters_were_replaced
 from raggedfsdp._parameters import Slot, owner_of
 from raggedfsdp._state import UnitState, unit_of, units_in
 from raggedfsdp.comm import comm_for
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 ParamPolicy = Callable[[str, torch.Size], _C.Granularity]
 PlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -59,6 +56,7 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     _check_arguments(modules, reshard_after_forward, shard_placement_fn, orig_param_policy, offload_policy, max_buckets)
+    _check_types(mesh, mp_policy)
     mesh = mesh if mesh is not None else _default_mesh()
     if mesh.ndim != 1:
         raise NotImplementedError(f"fully_shard: a mesh of {mesh.ndim} dims is not supported yet; pass a 1-D mesh")
@@ -105,6 +103,17 @@ def _check_arguments(
         raise NotImplementedError(
             "fully_shard: CPUOffloadPolicy is not supported: shards, gathers and reductions live on the mesh's device"
         )
+
+
+def _check_types(mesh: Any, policy: Any) -> None:
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise _C.UsageError(f"fully_shard: mesh must be a DeviceMesh, came {mesh!r}; make one with init_device_mesh")
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise _C.UsageError(f"fully_shard: mp_policy must be a MixedPrecisionPolicy, came {policy!r}")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise _C.UsageError(f"fully_shard: mp_policy.{name} must be a torch.dtype such as torch.bfloat16, came {dtype!r}")
 
 
 def _default_mesh() -> DeviceMesh:

@@ -68,8 +68,7 @@ class FSDPModule:
         """Releases the unit's gathered parameters, unless its own forward or backward is under way."""
         state = self._state()
         if state.explicit:
-            state.explicit = False
-            state.show_shards()
+            state.end_explicit()
         state.context.reshard(state.core)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -144,6 +143,17 @@ class FSDPModule:
 
     def _states(self, recurse: bool) -> Iterable[UnitState]:
         return units_in(self) if recurse else [self._state()]  # type: ignore[arg-type]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the sharded parameters, also while whole ones are shown."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for state in self._states(recurse=True):
+            for parameter in state.parameters:
+                gradient = parameter.sharded.grad
+                if gradient is not None and set_to_none:
+                    parameter.sharded.grad = None
+                elif gradient is not None:
+                    gradient.zero_()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # .to(), .double(), to_empty(): on the shards, and the flat buffers follow.

@@ -7,6 +7,7 @@ make `module.double()` and `to_empty()` fail (they swap the tensors' insides).
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ class ShardedParameter:
         tensor = RaggedDTensor.from_shard(shown, mesh, [placement], original.shape, granularity=self.granularity)
         self.sharded = nn.Parameter(tensor, requires_grad=original.requires_grad)
         self.sharded.__dict__.update({k: v for k, v in original.__dict__.items() if k != _OWNER})
-        setattr(original, _OWNER, self)
+        setattr(original, _OWNER, weakref.ref(self))  # weak: whoever keeps the original must not keep the model
         setattr(self.sharded, _OWNER, self)
         self.bind(core)
 
@@ -76,6 +77,8 @@ class ShardedParameter:
         self.requires_grad = self.sharded.requires_grad
         self.leaf = nn.Parameter(bucket.gathered_view(self.slot), requires_grad=self.requires_grad)
         self.leaf.__dict__.update(self.sharded.__dict__)
+        # Weak: the C++ unit keeps the leaf alive, and a cycle through C++ would never be collected.
+        setattr(self.leaf, _OWNER, weakref.ref(self))
         if self.sharded.dtype.is_floating_point and bucket.reduce_dtype != bucket.shard_dtype:
             # bf16 shards with fp32 reduction have fp32 gradients (torch refuses them otherwise).
             self.sharded.grad_dtype = None
@@ -105,4 +108,5 @@ class ShardedParameter:
 
 def owner_of(parameter: nn.Parameter) -> ShardedParameter | None:
     """The sharded parameter that `parameter` is, or was turned into."""
-    return getattr(parameter, _OWNER, None)
+    owner = getattr(parameter, _OWNER, None)
+    return owner() if isinstance(owner, weakref.ref) else owner

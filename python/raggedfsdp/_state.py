@@ -114,14 +114,30 @@ class UnitState:
         if self.shows_leaves == 0:
             self.force_shards()
 
+    def end_explicit(self) -> None:
+        self._keep_freezing()
+        self.explicit = False
+        self.show_shards()
+
     def force_shards(self) -> None:
         self.shows_leaves = 0
+        if self.explicit:
+            self._keep_freezing()
         self.explicit = False
         for parameter in self.parameters:
             for slot in parameter.slots:
                 slot.put(parameter.sharded)
         for slot, parameter in self.borrowed:
             slot.put(parameter.sharded)
+
+    def _keep_freezing(self) -> None:
+        """What was frozen or unfrozen between unshard() and reshard() was said to the leaves."""
+        for parameter in self.parameters:
+            required = parameter.leaf.requires_grad
+            if required is not parameter.requires_grad:
+                parameter.requires_grad = required
+                parameter.sharded.requires_grad_(required)
+                self.core.set_requires_grad(parameter.bucket, parameter.slot, required)
 
     def adopt(self) -> None:
         """Takes over what happened to the sharded parameters outside: replaced, re-made, frozen."""
@@ -135,6 +151,11 @@ class UnitState:
                 sharded = parameter.sharded
             if sharded._local_tensor is not parameter.local:
                 self._adopt_values(parameter)
+            if sharded._backward_hooks:
+                raise _C.UsageError(
+                    f"unit '{self.name}': register_hook on parameter '{parameter.name}' would never run: its gradient is "
+                    "made by a reduction; use register_post_accumulate_grad_hook"
+                )
             if sharded.requires_grad is not parameter.requires_grad:
                 parameter.requires_grad = sharded.requires_grad
                 parameter.leaf.requires_grad_(sharded.requires_grad)
@@ -214,6 +235,10 @@ class UnitState:
 
     @torch.compiler.disable
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.is_root and self._invocations and torch._C._current_graph_task_id() == -1:
+            # A forward ended in what torch runs no hooks after (KeyboardInterrupt): its slots still show leaves.
+            for state in units_in(module):
+                state.reset()
         self.adopt()
         for _, parameter in self.borrowed:
             parameter.unit.adopt()

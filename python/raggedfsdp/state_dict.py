@@ -31,12 +31,18 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, rank0_only: bool = False, strict: bool = True) -> Any:
     """Loads what `full_state_dict` returned. With `rank0_only` only rank 0 passes it and the others receive their parts.
 
-    A collective with `rank0_only`. Returns what `load_state_dict` returns; raises the same error on every rank.
+    A collective: call it on every rank. Returns what `load_state_dict` returns; raises the same error on every rank.
     """
-    if not rank0_only:
-        return model.load_state_dict(dict(state), strict=strict)
     comm = _comm(model)
     targets = model.state_dict()
+    on_meta = [key for key, value in targets.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if on_meta:
+        raise _C.UsageError(
+            f"load_full_state_dict: '{on_meta[0]}' is on the meta device; call model.to_empty(device=...) first"
+        )
+    if not rank0_only:
+        _agree(comm, targets, state, strict)
+        return model.load_state_dict(dict(state), strict=strict)
     have = torch.tensor([comm.rank == 0 and key in state for key in targets], dtype=torch.uint8)
     comm.broadcast(have, 0).order_after()
     missing = [key for key, there in zip(targets, have.tolist(), strict=True) if not there]
@@ -46,6 +52,24 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, rank0_on
         )
     received = {key: _broadcast(comm, key, value, state.get(key)) for key, value in targets.items() if key not in missing}
     return model.load_state_dict(received, strict=strict)
+
+
+def _agree(comm: Any, targets: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
+    """Every rank must have every value, in its shape, before any rank loads one."""
+    fits = torch.tensor([_fits(target, state.get(key), strict) for key, target in targets.items()], dtype=torch.uint8)
+    comm.all_reduce(fits, _C.ReduceOp.MIN).order_after()
+    wrong = [key for key, fit in zip(targets, fits.tolist(), strict=True) if not fit]
+    if wrong:
+        raise _C.UsageError(
+            f"load_full_state_dict: some rank has no value of the right shape for {', '.join(wrong)}; pass the whole state "
+            "dict on every rank, or rank0_only=True where only rank 0 has it"
+        )
+
+
+def _fits(target: Any, value: Any, strict: bool) -> bool:
+    if value is None:
+        return not strict
+    return not isinstance(target, torch.Tensor) or value.shape == target.shape
 
 
 def _broadcast(comm: Any, key: str, target: Any, value: Any) -> Any:

@@ -73,7 +73,8 @@ void Context::enter_backward(UnitCore& unit, const Invocation& invocation) {
   arrived(unit);
   unit.finish_gather();
   unit.mark_entered();
-  now.entered.push_back({unit.shared_from_this(), unit.earliest_entry_in_graph()});
+  // Autograd does not count the node it starts from among the graph's: this invocation may be that one.
+  now.entered.push_back({unit.shared_from_this(), std::min(unit.earliest_entry_in_graph(), invocation.entered_at)});
   now.entered.back().shown = true;
   unit.host().show_whole(unit, true);
   prefetch(unit.backward_prefetch, backward_order_.enter(unit.index()));
@@ -130,13 +131,28 @@ void Context::abandon_task(int id) {
 
 void Context::reduce(Task& task, UnitCore& unit, std::size_t b) {
   Bucket& bucket = *unit.buckets()[b];
-  const bool wanted = bucket.entered || bucket.gradient_state() == GradientState::kAccumulating;
-  if (!wanted || !bucket.trainable() || !unit.sync_gradients) return;
+  // What is owed is known alike on all ranks; whether gradients came here is not.
+  if (!bucket.entered || !unit.sync_gradients) return;
   bucket.entered = false;
   complete_reductions(0);
+  CurrentGradients current = unit.host().current_gradients(unit, b);
+  keep_unpublished(unit, b, current);
   in_flight_.push_back({unit.shared_from_this(), b, bucket.used()});
-  bucket.start_reduce(unit.host().current_gradients(unit, b), pool_, log_);
+  bucket.start_reduce(std::move(current), pool_, log_);
   task.reduced = true;
+}
+
+// A bucket reduced before in this backward: what other ranks gave to a parameter unused here is in the gradient shard, and its
+// `.grad` is not set before the usage exchange.
+void Context::keep_unpublished(UnitCore& unit, std::size_t b, CurrentGradients& current) const {
+  Bucket& bucket = *unit.buckets()[b];
+  for (const Reduction& earlier : completed_) {
+    if (earlier.unit.get() != &unit || earlier.bucket != b) continue;
+    current.resize(bucket.size());
+    for (std::size_t i = 0; i < current.size(); ++i) {
+      if (!current[i].defined() && earlier.used[i] == 0) current[i] = bucket.gradient_view(i);
+    }
+  }
 }
 
 void Context::complete_reductions(std::size_t keep_in_flight) {
@@ -170,9 +186,7 @@ void Context::take_gradient(UnitCore& unit, std::size_t b, std::size_t slot, con
 void Context::reduce_leftovers(Task& task) {
   for (const auto& unit : units()) {
     for (std::size_t b = 0; b < unit->buckets().size(); ++b) {
-      Bucket& bucket = *unit->buckets()[b];
-      if (bucket.entered || bucket.gradient_state() == GradientState::kAccumulating) reduce(task, *unit, b);
-      bucket.entered = false;
+      reduce(task, *unit, b);
     }
   }
 }

@@ -17,6 +17,11 @@ class BoundaryNode : public torch::autograd::Node {
  public:
   BoundaryNode(std::shared_ptr<Invocation> invocation, Side side) : invocation_(std::move(invocation)), side_(side) {}
 
+  ~BoundaryNode() override {
+    // The invocation may live on behind the input node, and another node at this address.
+    if (side_ == Side::kOutput) invocation_->output_node = nullptr;
+  }
+
   variable_list apply(variable_list&& gradients) override {
     if (auto unit = invocation_->unit.lock()) {
       auto context = unit->context();

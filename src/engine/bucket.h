@@ -88,8 +88,9 @@ class Bucket {
   [[nodiscard]] bool trainable() const;
   std::int64_t gathers = 0;  // collectives started since the counters were last cleared
   std::int64_t reductions = 0;
-  bool shared = false;   // another unit uses it too (a tied parameter): reduced only at the end of backward
-  bool entered = false;  // a user took part in the backward under way
+  bool shared = false;  // another unit uses it too (a tied parameter): reduced only at the end of backward
+  // A unit that uses it was in backward while it was trainable, and no reduction followed yet: the same on all ranks.
+  bool entered = false;
 
  private:
   void start_gather(BufferPool& pool, EventLog& log);

@@ -66,7 +66,7 @@ void UnitCore::borrow(const std::shared_ptr<Bucket>& bucket) {
 }
 
 void UnitCore::mark_entered() {
-  each_used_bucket([](Bucket& b) { b.entered = true; });
+  each_used_bucket([](Bucket& b) { b.entered = b.entered || b.trainable(); });
 }
 
 void UnitCore::hold(Hold reason) {

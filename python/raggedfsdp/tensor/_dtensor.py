@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
@@ -152,12 +152,29 @@ class RaggedDTensor(DTensor):
         layout = (self.device_mesh, cuts, tuple(self.shape), self.granularity.to_string())
         return rebuild, (self._local_tensor.clone(), *layout, self.requires_grad, _own_attributes(self))
 
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        _refuse_checkpoint(fqn)
+
+    def __create_chunk_list__(self) -> Any:
+        _refuse_checkpoint("")
+
+    def __get_tensor_shard__(self, index: Any) -> Any:
+        _refuse_checkpoint(getattr(index, "fqn", ""))
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local_tensor"], (self._layout, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], context: Any, outer_size: Any, outer_stride: Any) -> RaggedDTensor:
         return wrap(inner["_local_tensor"], context[0], requires_grad=context[1])
+
+
+def _refuse_checkpoint(name: str) -> NoReturn:
+    # torch.distributed.checkpoint knows rectangular pieces only: it would store one rank's piece as the whole tensor.
+    raise NotImplementedError(
+        f"torch.distributed.checkpoint of the RaggedDTensor '{name}' is not supported yet; save full_state_dict(model), or "
+        "torch.save(model.state_dict()) per rank"
+    )
 
 
 def rebuild(
