@@ -28,6 +28,8 @@ struct UnitOptions {
   std::optional<c10::ScalarType> reduce_dtype = std::nullopt;  // of the sum over ranks; none: param_dtype
   // At most so many buckets (collectives) per dtype and requires_grad; none: as many as save more padding than they cost.
   std::optional<std::int64_t> max_buckets = std::nullopt;
+  // What one more collective costs, as bytes of a gathered buffer; none: plan_unit.h's default. 0 splits for any padding.
+  std::optional<std::int64_t> collective_cost_bytes = std::nullopt;
 
   // Read by Unit alone.
   std::optional<c10::ScalarType> output_dtype = std::nullopt;  // of forward's outputs; none: as they come

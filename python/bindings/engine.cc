@@ -41,8 +41,10 @@ class PythonHost : public ParameterHost {
 std::shared_ptr<UnitCore> make_unit(std::string name, CommPtr comm, at::Device device,
                                     std::optional<at::ScalarType> param_dtype, std::optional<at::ScalarType> reduce_dtype,
                                     const std::vector<ParameterSpec>& parameters, Current current, Publish publish,
-                                    ShowWhole show_whole, std::optional<std::int64_t> max_buckets) {
-  UnitOptions options{std::move(name), Mesh{{std::move(comm)}}, device, param_dtype, reduce_dtype, max_buckets};
+                                    ShowWhole show_whole, std::optional<std::int64_t> max_buckets,
+                                    std::optional<std::int64_t> collective_cost_bytes) {
+  UnitOptions options{std::move(name), Mesh{{std::move(comm)}}, device, param_dtype, reduce_dtype,
+                      max_buckets,     collective_cost_bytes};
   return std::make_shared<UnitCore>(
       std::move(options), parameters,
       std::make_shared<PythonHost>(std::move(current), std::move(publish), std::move(show_whole)));
@@ -82,7 +84,7 @@ void bind_unit(py::module_& m) {
   py::class_<UnitCore, std::shared_ptr<UnitCore>>(m, "UnitCore")
       .def(py::init(&make_unit), py::arg("name"), py::arg("comm"), py::arg("device"), py::arg("param_dtype"),
            py::arg("reduce_dtype"), py::arg("parameters"), py::arg("current_gradients"), py::arg("publish"),
-           py::arg("show_whole"), py::arg("max_buckets") = py::none())
+           py::arg("show_whole"), py::arg("max_buckets") = py::none(), py::arg("collective_cost_bytes") = py::none())
       .def_property("name", &UnitCore::name, &UnitCore::rename)
       .def_property_readonly("index", &UnitCore::index)
       .def_property_readonly("buckets", &UnitCore::buckets)

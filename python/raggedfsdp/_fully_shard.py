@@ -36,6 +36,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     orig_param_policy: ParamPolicy | None = None,
     max_buckets: int | None = None,
+    collective_cost_bytes: int | None = None,
 ) -> Any:
     """Shards the parameters of `module` that no earlier call on a submodule took, as one unit; call it bottom-up.
 
@@ -51,11 +52,13 @@ def fully_shard(
             a shard.
         max_buckets: at most so many collectives per dtype of the unit. None: the planner splits a unit where another
             collective costs less than the padding it saves. 1: never.
+        collective_cost_bytes: what one more collective costs, as bytes of a gathered buffer. None: 4 MiB. 0: nothing.
 
     Returns `module`. Raises UsageError on bad input, NotImplementedError for what is named but not built yet.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    _check_arguments(modules, reshard_after_forward, shard_placement_fn, orig_param_policy, offload_policy, max_buckets)
+    _check_arguments(modules, reshard_after_forward, shard_placement_fn, orig_param_policy, offload_policy)
+    _check_costs(max_buckets, collective_cost_bytes)
     _check_types(mesh, mp_policy)
     mesh = mesh if mesh is not None else _default_mesh()
     if mesh.ndim != 1:
@@ -65,7 +68,7 @@ def fully_shard(
     own, borrowed = _collect(modules, ignored_params or set())
     ask = functools.partial(_granularity, orig_param_policy, shard_placement_fn)
     originals = [(name, p, slots, ask(name, p)) for name, p, slots in own]
-    state.build(comm_for(mesh), device, originals, max_buckets)
+    state.build(comm_for(mesh), device, originals, max_buckets, collective_cost_bytes)
     for slot, parameter in borrowed:
         state.borrow(slot, parameter)
     _move_buffers(modules, device)
@@ -81,9 +84,14 @@ def fully_shard(
     return module
 
 
-def _check_arguments(
-    modules: list[nn.Module], reshard: Any, placement_fn: Any, policy: Any, offload: Any, max_buckets: int | None
-) -> None:
+def _check_costs(max_buckets: int | None, collective_cost_bytes: int | None) -> None:
+    if max_buckets is not None and max_buckets < 1:
+        raise _C.UsageError(f"fully_shard: max_buckets is {max_buckets}; it must be at least 1")
+    if collective_cost_bytes is not None and collective_cost_bytes < 0:
+        raise _C.UsageError(f"fully_shard: collective_cost_bytes is {collective_cost_bytes}; it must not be negative")
+
+
+def _check_arguments(modules: list[nn.Module], reshard: Any, placement_fn: Any, policy: Any, offload: Any) -> None:
     if not modules:
         raise _C.UsageError("fully_shard: an empty list of modules; pass at least one")
     for m in modules:
@@ -95,8 +103,6 @@ def _check_arguments(
             raise _C.UsageError(f"fully_shard: {type(m).__name__} is wrapped already; each module can be wrapped once")
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         raise NotImplementedError("fully_shard: reshard_after_forward as a number is not supported yet; pass True or False")
-    if max_buckets is not None and max_buckets < 1:
-        raise _C.UsageError(f"fully_shard: max_buckets is {max_buckets}; it must be at least 1")
     if placement_fn is not None and policy is not None:
         raise _C.UsageError("fully_shard: pass shard_placement_fn or orig_param_policy, not both")
     if isinstance(offload, CPUOffloadPolicy):

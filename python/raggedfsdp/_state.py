@@ -49,6 +49,7 @@ class UnitState:
         device: torch.device,
         originals: Sequence[tuple[str, nn.Parameter, list[Slot], _C.Granularity]],
         max_buckets: int | None,
+        collective_cost_bytes: int | None,
     ) -> None:
         specs = [_C.ParameterSpec(name, p.detach(), granularity, p.requires_grad) for name, p, _, granularity in originals]
         weak = weakref.ref(self)  # C++ must not own us: a cycle through it would never be collected
@@ -63,6 +64,7 @@ class UnitState:
             lambda bucket, indices: weak()._publish(bucket, indices),  # type: ignore[union-attr]
             lambda whole: weak()._show_whole(whole),  # type: ignore[union-attr]
             max_buckets,
+            collective_cost_bytes,
         )
         self._by_bucket = [[] for _ in self.core.buckets]
         for (name, original, slots, granularity), (bucket, slot) in zip(originals, self.core.places, strict=True):

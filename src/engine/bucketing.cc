@@ -46,6 +46,7 @@ UnitPlanOptions plan_options(const UnitOptions& unit, const BucketOptions& bucke
   o.alignment_numel = alignment_numel(bucket);
   o.element_bytes = static_cast<std::int64_t>(c10::elementSize(bucket.param_dtype()));
   if (unit.max_buckets) o.max_buckets = *unit.max_buckets;
+  if (unit.collective_cost_bytes) o.collective_cost_bytes = *unit.collective_cost_bytes;
   return o;
 }
 
