@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import models_for_tests as models
-from models_for_tests import WIDTH, shard_children, shard_root
+from models_for_tests import WIDTH, Stack, shard_blocks, shard_children, shard_root
 from parity import Twin, batch
 from raggedfsdp import UsageError, fully_shard
 from raggedfsdp._state import units_in
@@ -169,7 +169,30 @@ def _refused() -> None:
         model(torch.ones(2, WIDTH))
 
 
+def _backward_after_a_failed_one() -> None:
+    """No forward between the two: the second is a whole backward, not one inside the first."""
+    twin = Twin(Stack, shard_blocks())
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if model is twin.model:
+            failing = model(x)
+            failing.register_hook(fail)
+            kept = models.weighted_loss(model, x)
+            with pytest.raises(RuntimeError, match="first"):
+                failing.sum().backward()
+            return kept
+        return models.weighted_loss(model, x)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("first")
+
+    twin.backward(loss, lambda rank: batch(1, rank, 2, WIDTH))
+    twin.check()
+    assert twin.model._ragged_unit.context.pool_used_bytes == 0
+
+
 BODIES = [
+    _backward_after_a_failed_one,
     _backward_from_the_output,
     _second_reduction,
     _owed_reduction,

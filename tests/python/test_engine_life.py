@@ -385,35 +385,3 @@ def _fails_in_backward() -> None:
         handle.remove()
         twin.model.zero_grad()
         twin.train(models.weighted_loss, lambda step, rank: batch(step, rank, 2, WIDTH))
-
-
-def _backward_after_a_failed_one() -> None:
-    """No forward between the two: the second is a whole backward, not one inside the first."""
-    twin = Twin(Stack, shard_blocks())
-
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if model is twin.model:
-            failing = model(x)
-            failing.register_hook(fail)
-            kept = models.weighted_loss(model, x)
-            with pytest.raises(RuntimeError, match="first"):
-                failing.sum().backward()
-            return kept
-        return models.weighted_loss(model, x)
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise RuntimeError("first")
-
-    twin.backward(loss, lambda rank: batch(1, rank, 2, WIDTH))
-    twin.check()
-    assert twin.model._ragged_unit.context.pool_used_bytes == 0
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_backward_after_a_failed_one(world: int) -> None:
-    run_ranks(_backward_after_a_failed_one, world, 60)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_exception_in_backward(world: int) -> None:
-    run_ranks(_fails_in_backward, world, 60)
