@@ -3,10 +3,12 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "buffer/torch_compat.h"
 #include "engine/context.h"
 #include "engine/unit.h"
+#include "ragged/error.h"
 
 namespace ragged {
 namespace {
@@ -66,9 +68,21 @@ std::vector<at::Tensor> attach_boundary(const std::vector<at::Tensor>& tensors, 
     if (!t.requires_grad()) continue;
     at::Tensor behind = behind_boundary(t);
     torch::autograd::set_history(behind, node);
+    if (side == Side::kInput) invocation->inputs.emplace_back(t, behind);
     t = std::move(behind);
   }
   return result;
+}
+
+void pass_on_edits(Invocation& invocation, const std::string& unit) {
+  for (const auto& [input, alias] : std::exchange(invocation.inputs, {})) {
+    if (dynamic_cast<const BoundaryNode*>(alias.grad_fn().get()) != nullptr) continue;
+    if (input.is_leaf()) {
+      throw UsageError("unit '" + unit +
+                       "': its forward edited an input in place that is a leaf and requires grad; clone the input first");
+    }
+    torch::autograd::impl::set_gradient_edge(input, torch::autograd::impl::gradient_edge(alias));
+  }
 }
 
 }  // namespace ragged

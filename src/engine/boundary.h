@@ -9,6 +9,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace torch::autograd {
@@ -24,7 +26,9 @@ struct Invocation {
   std::weak_ptr<UnitCore> unit;  // the graph may outlive the model
   std::int64_t entered_at = 0;   // ticks of the context's clock
   std::int64_t left_at = 0;
-  std::int64_t generation = 0;                   // of the unit's buckets when they were gathered
+  std::int64_t generation = 0;  // of the unit's buckets when they were gathered
+  // Tracked inputs and their aliases, while the forward runs.
+  std::vector<std::pair<at::Tensor, at::Tensor>> inputs;
   torch::autograd::Node* output_node = nullptr;  // to ask whether a graph contains it; never dereferenced
 };
 
@@ -35,5 +39,9 @@ enum class Side { kInput, kOutput };
 // (torch::autograd::Function would not do: later in-place edits of its outputs raise.)
 [[nodiscard]] std::vector<at::Tensor> attach_boundary(const std::vector<at::Tensor>& tensors,
                                                       const std::shared_ptr<Invocation>& invocation, Side side);
+
+// At the end of a forward: an input that the unit edited in place takes over its alias's history, as if there had been none.
+// UsageError where the input is a leaf that requires grad, which autograd does not allow to be edited either.
+void pass_on_edits(Invocation& invocation, const std::string& unit);
 
 }  // namespace ragged

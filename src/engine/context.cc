@@ -76,6 +76,11 @@ void Context::let_go(UnitCore& unit, unsigned reasons_kept) {
 }
 
 void Context::leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation) {
+  release_after_forward(unit, invocation);
+  pass_on_edits(*invocation, unit.name());
+}
+
+void Context::release_after_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation) {
   at::NoGradGuard no_grad;
   invocation->left_at = ++clock_;
   const bool made_graph = invocation->output_node != nullptr;

@@ -84,6 +84,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void drop_prefetched();
   void arrived(UnitCore& unit);
   void leave_group(UnitCore& unit);
+  void release_after_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation);
   void keep_recomputed(UnitCore* unit);
   [[nodiscard]] std::vector<std::uint8_t> usage_mask() const;
 

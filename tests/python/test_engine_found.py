@@ -191,7 +191,44 @@ def _backward_after_a_failed_one() -> None:
     assert twin.model._ragged_unit.context.pool_used_bytes == 0
 
 
+class EditsItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(3)
+        return self.linear(x)
+
+
+class UsesItAfterwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.edits = EditsItsInput()
+        models.make_integer_(self)
+
+    def forward(self, x: torch.Tensor, view: bool) -> torch.Tensor:
+        h = self.first(x)
+        h = h.view(-1, 2, WIDTH // 2).flatten(1) if view else h
+        y = self.edits(h)
+        return y + h
+
+
+def _input_edited_in_place() -> None:
+    """What the caller does with the input afterwards sees the edit's gradient."""
+    for view in (False, True):
+        twin = Twin(UsesItAfterwards, shard_children("edits"))
+        twin.backward(lambda m, a: m(*a).sum(), lambda rank, view=view: (batch(1, rank, 2, WIDTH), view))  # type: ignore[misc]
+        twin.check()
+    model = EditsItsInput()
+    fully_shard(model)
+    with pytest.raises(UsageError, match="edited an input in place"):
+        model(torch.ones(2, WIDTH, requires_grad=True))
+
+
 BODIES = [
+    _input_edited_in_place,
     _backward_after_a_failed_one,
     _backward_from_the_output,
     _second_reduction,
