@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,10 +105,7 @@ class UnitState:
         self.shows_leaves += 1
         if self.shows_leaves > 1:
             return
-        for parameter in self.parameters:
-            for slot in parameter.slots:
-                slot.put(parameter.leaf)
-        for slot, parameter in self.borrowed:
+        for slot, parameter in self._all_slots():
             slot.put(parameter.leaf)
 
     def show_shards(self) -> None:
@@ -126,20 +123,27 @@ class UnitState:
         if self.explicit:
             self._keep_freezing()
         self.explicit = False
+        for slot, parameter in self._all_slots():
+            slot.put(parameter.sharded)
+
+    def _all_slots(self) -> Iterator[tuple[Slot, ShardedParameter]]:
         for parameter in self.parameters:
             for slot in parameter.slots:
-                slot.put(parameter.sharded)
-        for slot, parameter in self.borrowed:
-            slot.put(parameter.sharded)
+                yield slot, parameter
+        yield from self.borrowed
 
     def _keep_freezing(self) -> None:
         """What was frozen or unfrozen between unshard() and reshard() was said to the leaves."""
         for parameter in self.parameters:
-            required = parameter.leaf.requires_grad
-            if required is not parameter.requires_grad:
-                parameter.requires_grad = required
-                parameter.sharded.requires_grad_(required)
-                self.core.set_requires_grad(parameter.bucket, parameter.slot, required)
+            self._set_requires_grad(parameter, parameter.leaf.requires_grad)
+
+    def _set_requires_grad(self, parameter: ShardedParameter, required: bool) -> None:
+        if required is parameter.requires_grad:
+            return
+        parameter.requires_grad = required
+        parameter.sharded.requires_grad_(required)
+        parameter.leaf.requires_grad_(required)
+        self.core.set_requires_grad(parameter.bucket, parameter.slot, required)
 
     def adopt(self) -> None:
         """Takes over what happened to the sharded parameters outside: replaced, re-made, frozen."""
@@ -158,10 +162,7 @@ class UnitState:
                     f"unit '{self.name}': register_hook on parameter '{parameter.name}' would never run: its gradient is "
                     "made by a reduction; use register_post_accumulate_grad_hook"
                 )
-            if sharded.requires_grad is not parameter.requires_grad:
-                parameter.requires_grad = sharded.requires_grad
-                parameter.leaf.requires_grad_(sharded.requires_grad)
-                self.core.set_requires_grad(parameter.bucket, parameter.slot, sharded.requires_grad)
+            self._set_requires_grad(parameter, sharded.requires_grad)
 
     def _adopt_replacement(self, parameter: ShardedParameter, current: nn.Parameter | None) -> None:
         if current is None or current.shape != parameter.sharded.shape:

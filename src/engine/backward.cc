@@ -104,8 +104,7 @@ void Context::finish(Task& task, Entered& entered) {
   for (std::size_t b = 0; b < unit.buckets().size(); ++b) {
     if (!unit.buckets()[b]->shared) reduce(task, unit, b);
   }
-  unit.drop_all_but(unit.reshard_after_backward ? unsigned{kHoldForward | kHoldExplicit | kHoldPrefetch}
-                                                : ~unsigned{kHoldBackward});
+  unit.drop_all_but(unit.reshard_after_backward ? kHoldForward | kHoldExplicit | kHoldPrefetch : ~unsigned{kHoldBackward});
   if (!unit.reshard_after_backward) unit.hold(kHoldKept);
 }
 
@@ -122,7 +121,7 @@ void Context::abandon_task(int id) {
     for (Entered& entered : task.entered) {
       try {
         hide(entered);
-      } catch (const std::exception&) {
+      } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
         // An exception of the user's is under way already.
       }
     }
@@ -134,7 +133,7 @@ void Context::reduce(Task& task, UnitCore& unit, std::size_t b) {
   // What is owed is known alike on all ranks; whether gradients came here is not.
   if (!bucket.entered || !unit.sync_gradients) return;
   bucket.entered = false;
-  complete_reductions(0);
+  complete_reductions();
   CurrentGradients current = unit.host().current_gradients(unit, b);
   keep_unpublished(unit, b, current);
   in_flight_.push_back({unit.shared_from_this(), b, bucket.used()});
@@ -155,8 +154,8 @@ void Context::keep_unpublished(UnitCore& unit, std::size_t b, CurrentGradients& 
   }
 }
 
-void Context::complete_reductions(std::size_t keep_in_flight) {
-  while (in_flight_.size() > keep_in_flight) {
+void Context::complete_reductions() {
+  while (!in_flight_.empty()) {
     Reduction done = std::move(in_flight_.front());
     in_flight_.pop_front();
     UnitCore& unit = *done.unit;
@@ -178,7 +177,7 @@ void Context::take_gradient(UnitCore& unit, std::size_t b, std::size_t slot, con
   at::NoGradGuard no_grad;
   task();
   Bucket& bucket = *unit.buckets()[b];
-  if (bucket.gradient_state() == GradientState::kReducing) complete_reductions(0);
+  if (bucket.gradient_state() == GradientState::kReducing) complete_reductions();
   bucket.entered = true;
   bucket.sink(slot, gradient, pool_);
 }
@@ -201,7 +200,7 @@ void Context::end_task(int id) {
   const bool inner = tasks_.size() > 1;
   if (!inner) reduce_leftovers(*it);
   if (it->reduced) exchange_usage();
-  complete_reductions(0);
+  complete_reductions();
   if (it->reduced) settle_usage(!inner);
   if (it->reduced && !inner) ++steps_;
   tasks_.erase(it);

@@ -73,7 +73,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void reduce(Task& task, UnitCore& unit, std::size_t bucket);
   void reduce_leftovers(Task& task);
   void keep_unpublished(UnitCore& unit, std::size_t bucket, CurrentGradients& current) const;
-  void complete_reductions(std::size_t keep_in_flight);
+  void complete_reductions();
   void exchange_usage();
   void settle_usage(bool whole_backward);
   void publish_late(const std::vector<Reduction>& completed, const std::vector<std::uint8_t>& used);
