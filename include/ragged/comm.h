@@ -15,6 +15,12 @@
 
 namespace ragged {
 
+// What a call is for, so that an error can say it: ("unit 'layers.0', bucket 1", "gather in forward").
+struct CallLabel {
+  std::string owner;
+  const char* phase = "";
+};
+
 enum class ReduceOp { kSum, kAvg, kMax, kMin };  // kAvg only for floating dtypes
 
 // One operation in flight. Owned by the caller; holds its tensors alive until waited for. Destroying an unwaited Work is
@@ -36,6 +42,8 @@ class Comm {
   [[nodiscard]] virtual std::int64_t size() const = 0;
   // For messages and logs: "gloo", "local", ...
   [[nodiscard]] virtual std::string name() const = 0;
+  // Labels the next call. Optional: calls that all ranks label alike are told apart from others of the same size.
+  virtual void label_next(CallLabel label) = 0;
 
   // In place. `buffer` has size() equal parts; this rank's part is the input, the others are written.
   [[nodiscard]] virtual WorkPtr all_gather(const at::Tensor& buffer) = 0;

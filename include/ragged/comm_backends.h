@@ -23,6 +23,11 @@ enum class GroupRoute {
 // Throws UsageError when no such group is registered in this process.
 [[nodiscard]] CommPtr make_process_group_comm(const std::string& group_name, GroupRoute route = GroupRoute::kFastest);
 
+// Debugging: before each call all ranks tell each other what they are about to call, with its label. If they differ, every rank
+// raises CommError that names the calls and the ranks; one that does not come within `limit` is an error too. Each call costs
+// one small all-gather more, which the host waits for.
+[[nodiscard]] CommPtr make_checked_comm(CommPtr inner, std::chrono::milliseconds limit = std::chrono::seconds(10));
+
 // One entry per call on a recording comm.
 struct CommRecord {
   std::string verb;        // "all_gather", "reduce_scatter", ...

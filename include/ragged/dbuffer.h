@@ -74,11 +74,11 @@ class DBuffer {
   [[nodiscard]] std::int64_t generation() const;
 
   // kShard -> kReplicate along the shard dim: writes shard's data (cast) into this replicated buffer's own slice, then one
-  // all-gather in place.
-  [[nodiscard]] WorkPtr all_gather_from(const DBuffer& shard);
+  // all-gather in place. `phase` labels the call (CallLabel).
+  [[nodiscard]] WorkPtr all_gather_from(const DBuffer& shard, const char* phase = "gather");
   // kPartial -> kShard along the shard dim of `out`: one reduce-scatter (sum). `out` may be nullptr: the result is left in
   // own_slice() of this buffer. The rest of this buffer is undefined afterwards.
-  [[nodiscard]] WorkPtr reduce_scatter_to(DBuffer* out);
+  [[nodiscard]] WorkPtr reduce_scatter_to(DBuffer* out, const char* phase = "reduction");
   // kPartial -> kReplicate along mesh dim `dim`, in place.
   [[nodiscard]] WorkPtr all_reduce(std::size_t dim);
 

@@ -41,6 +41,8 @@ std::shared_ptr<T> closing_without_gil(std::shared_ptr<T> comm) {
 
 void bind_verbs(py::class_<Comm, CommPtr>& comm) {
   comm.def(
+      "label_next", [](Comm& c, std::string owner) { c.label_next({std::move(owner), "call"}); }, py::arg("owner"));
+  comm.def(
       "all_gather", [](Comm& c, const at::Tensor& buffer) { return WorkHandle(c.all_gather(buffer)); }, py::arg("buffer"),
       NoGil());
   comm.def(
@@ -119,6 +121,10 @@ void bind_comm(py::module_& m) {
   m.def(
       "make_hostile_comm", [](CommPtr inner) { return closing_without_gil(make_hostile_comm(std::move(inner))); },
       py::arg("inner"));
+  m.def(
+      "make_checked_comm",
+      [](CommPtr inner, milliseconds limit) { return closing_without_gil(make_checked_comm(std::move(inner), limit)); },
+      py::arg("inner"), py::arg("limit") = milliseconds(10'000));
   m.def(
       "make_fake_comm", [](std::int64_t rank, std::int64_t size) { return make_fake_comm(rank, size); }, py::arg("rank"),
       py::arg("size"));

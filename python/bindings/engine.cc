@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "bindings.h"
+#include "engine/agreement.h"
 #include "engine/context.h"
 #include "engine/unit.h"
 
@@ -124,6 +125,19 @@ void bind_unit(py::module_& m) {
 void bind_engine(py::module_& m) {
   bind_bucket(m);
   bind_unit(m);
+  m.def(
+      "agree_on_unit",
+      [](std::string name, CommPtr comm, at::Device device, std::optional<at::ScalarType> param_dtype,
+         std::optional<at::ScalarType> reduce_dtype, const std::vector<ParameterSpec>& parameters,
+         std::optional<std::int64_t> max_buckets, std::optional<std::int64_t> collective_cost_bytes, const std::string& failure,
+         const std::string& more) {
+        const UnitOptions options{std::move(name), Mesh{{std::move(comm)}}, device, param_dtype, reduce_dtype,
+                                  max_buckets,     collective_cost_bytes};
+        agree_on_unit(options, parameters, failure, more);
+      },
+      py::arg("name"), py::arg("comm"), py::arg("device"), py::arg("param_dtype"), py::arg("reduce_dtype"),
+      py::arg("parameters"), py::arg("max_buckets"), py::arg("collective_cost_bytes"), py::arg("failure"), py::arg("more"),
+      NoGil());
   py::class_<Invocation, std::shared_ptr<Invocation>>(m, "Invocation")
       .def(
           "attach_inputs",

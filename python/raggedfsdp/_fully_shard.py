@@ -18,7 +18,7 @@ from raggedfsdp import _C
 from raggedfsdp._module import make_fsdp_module
 from raggedfsdp._optimizers import parameters_were_replaced
 from raggedfsdp._parameters import Slot, owner_of
-from raggedfsdp._state import UnitState, unit_of, units_in
+from raggedfsdp._state import Original, UnitState, unit_of, units_in
 from raggedfsdp.comm import comm_for
 
 ParamPolicy = Callable[[str, torch.Size], _C.Granularity]
@@ -34,6 +34,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen; FSDP2's signature)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
     orig_param_policy: ParamPolicy | None = None,
     max_buckets: int | None = None,
     collective_cost_bytes: int | None = None,
@@ -47,6 +48,7 @@ def fully_shard(
             the outermost unit.
         mp_policy: dtypes of compute, reduction and outputs.
         ignored_params: left alone.
+        dp_mesh_dims: FSDP2's, for parameters that are DTensors on a mesh of several dims: not supported yet.
         shard_placement_fn: FSDP2's way to say it: Shard(d) keeps slices of dim d whole.
         orig_param_policy: `fn(name, shape) -> Granularity`: what no shard boundary may cut. By default any element may begin
             a shard.
@@ -54,20 +56,32 @@ def fully_shard(
             collective costs less than the padding it saves. 1: never.
         collective_cost_bytes: what one more collective costs, as bytes of a gathered buffer. None: 4 MiB. 0: nothing.
 
-    Returns `module`. Raises UsageError on bad input, NotImplementedError for what is named but not built yet.
+    Returns `module`. A collective: call it on every rank. Raises UsageError on bad input, NotImplementedError for what is named
+    but not built yet; where the ranks do not agree on what they wrap, or one of them fails, every rank raises.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    _check_arguments(modules, reshard_after_forward, shard_placement_fn, orig_param_policy, offload_policy)
-    _check_costs(max_buckets, collective_cost_bytes)
-    _check_types(mesh, mp_policy)
+    _check_types(mesh, mp_policy)  # without a mesh and a policy there is nobody to agree with, and nothing to agree on
     mesh = mesh if mesh is not None else _default_mesh()
     if mesh.ndim != 1:
         raise NotImplementedError(f"fully_shard: a mesh of {mesh.ndim} dims is not supported yet; pass a 1-D mesh")
     device = _device_of(mesh)
-    state = UnitState(type(modules[0]).__name__, modules, mesh, mp_policy)
-    own, borrowed = _collect(modules, ignored_params or set())
-    ask = functools.partial(_granularity, orig_param_policy, shard_placement_fn)
-    originals = [(name, p, slots, ask(name, p)) for name, p, slots in own]
+    originals: list[Original] = []
+    borrowed: list[tuple[Slot, Any]] = []
+    failure: Exception | None = None
+    try:
+        _check_arguments(modules, reshard_after_forward, shard_placement_fn, orig_param_policy, offload_policy)
+        _check_costs(max_buckets, collective_cost_bytes)
+        if dp_mesh_dims is not None:
+            raise NotImplementedError("fully_shard: dp_mesh_dims is not supported yet: parameters must be plain tensors")
+        own, borrowed = _collect(modules, ignored_params or set())
+        ask = functools.partial(_granularity, orig_param_policy, shard_placement_fn)
+        originals = [(name, p, slots, ask(name, p)) for name, p, slots in own]
+    except Exception as error:  # also what a policy of the user's raised: no rank may raise alone
+        failure = error
+    state = UnitState(type(modules[0]).__name__ if modules else "nothing", modules, mesh, mp_policy)
+    more = [f"reshard_after_forward {reshard_after_forward}", f"modules {len(modules)}"]
+    more += [f"tied parameter {parameter.name}" for _, parameter in borrowed]
+    state.agree(comm_for(mesh), device, originals, max_buckets, collective_cost_bytes, failure, "\n".join(more))
     state.build(comm_for(mesh), device, originals, max_buckets, collective_cost_bytes)
     for slot, parameter in borrowed:
         state.borrow(slot, parameter)

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+# A parameter before it is sharded: name, itself, all its slots, what no shard boundary may cut.
+Original = tuple[str, nn.Parameter, list[Slot], _C.Granularity]
+
+
+def _specs(originals: Sequence[Original]) -> list[_C.ParameterSpec]:
+    return [_C.ParameterSpec(name, p.detach(), granularity, p.requires_grad) for name, p, _, granularity in originals]
+
+
 class UnitState:
     """What one call of fully_shard made. Modules hold it; it holds the C++ unit."""
 
@@ -43,15 +51,35 @@ class UnitState:
 
     # --- making ---
 
+    def agree(
+        self,
+        comm: _C.Comm,
+        device: torch.device,
+        originals: Sequence[Original],
+        max_buckets: int | None,
+        collective_cost_bytes: int | None,
+        failure: Exception | None,
+        more: str,
+    ) -> None:
+        """Raises on every rank if this one failed, another one did, or they do not wrap the same."""
+        text = "" if failure is None else str(failure) or type(failure).__name__
+        dtypes = self.policy.param_dtype, self.policy.reduce_dtype
+        specs = _specs(originals)
+        try:
+            _C.agree_on_unit(self.name, comm, device, *dtypes, specs, max_buckets, collective_cost_bytes, text, more)
+        except _C.UsageError:
+            if failure is None:
+                raise
+            raise failure from None
+
     def build(
         self,
         comm: _C.Comm,
         device: torch.device,
-        originals: Sequence[tuple[str, nn.Parameter, list[Slot], _C.Granularity]],
+        originals: Sequence[Original],
         max_buckets: int | None,
         collective_cost_bytes: int | None,
     ) -> None:
-        specs = [_C.ParameterSpec(name, p.detach(), granularity, p.requires_grad) for name, p, _, granularity in originals]
         weak = weakref.ref(self)  # C++ must not own us: a cycle through it would never be collected
         self.core = _C.UnitCore(
             self.name,
@@ -59,7 +87,7 @@ class UnitState:
             device,
             self.policy.param_dtype,
             self.policy.reduce_dtype,
-            specs,
+            _specs(originals),
             lambda bucket: weak()._current_gradients(bucket),  # type: ignore[union-attr]
             lambda bucket, indices: weak()._publish(bucket, indices),  # type: ignore[union-attr]
             lambda whole: weak()._show_whole(whole),  # type: ignore[union-attr]

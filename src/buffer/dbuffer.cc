@@ -112,15 +112,21 @@ void DBuffer::add_(const DBuffer& other, double alpha) { local_.add_(other.local
 void DBuffer::copy_from(const DBuffer& other) { local_.copy_(other.local_); }
 std::int64_t DBuffer::generation() const { return local_._version(); }
 
-WorkPtr DBuffer::all_gather_from(const DBuffer& shard) {
+WorkPtr DBuffer::all_gather_from(const DBuffer& shard, const char* phase) {
   own_slice().copy_(shard.local(), /*non_blocking=*/true);
+  shard_comm().label_next({options_.owner, phase});
   return shard_comm().all_gather(local_);
 }
 
-WorkPtr DBuffer::reduce_scatter_to(DBuffer* out) {
+WorkPtr DBuffer::reduce_scatter_to(DBuffer* out, const char* phase) {
+  shard_comm().label_next({options_.owner, phase});
   return shard_comm().reduce_scatter(local_, out == nullptr ? own_slice() : out->local(), ReduceOp::kSum);
 }
 
-WorkPtr DBuffer::all_reduce(std::size_t dim) { return options_.mesh.dims.at(dim)->all_reduce(local_, ReduceOp::kSum); }
+WorkPtr DBuffer::all_reduce(std::size_t dim) {
+  Comm& comm = *options_.mesh.dims.at(dim);
+  comm.label_next({options_.owner, "all-reduce"});
+  return comm.all_reduce(local_, ReduceOp::kSum);
+}
 
 }  // namespace ragged

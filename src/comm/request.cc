@@ -4,7 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/alias.h>
 
+#include <functional>
 #include <numeric>
+#include <string_view>
 
 #include "ragged/error.h"
 
@@ -132,7 +134,9 @@ std::vector<Span> gather_spans(const Request& request, std::int64_t size) {
 bool same_memory(const at::Tensor& a, const at::Tensor& b) { return a.const_data_ptr() == b.const_data_ptr(); }
 
 std::string describe(const Request& request) {
-  std::string text = std::string(verb_name(request.verb)) + "(";
+  std::string text = request.label.owner;
+  if (!text.empty()) text += std::string(": ") + request.label.phase + ", ";
+  text += std::string(verb_name(request.verb)) + "(";
   // What is sent differs from rank to rank in an all-to-all, and is no ground for complaint.
   if (request.verb != Verb::kAllToAll) text += std::to_string(request.buffer.numel()) + " x ";
   text += at::toString(request.buffer.scalar_type());
@@ -143,6 +147,20 @@ std::string describe(const Request& request) {
     for (auto n : request.counts) text += " " + std::to_string(n);
   }
   return text + ")";
+}
+
+std::uint64_t hash(const Request& r) {
+  std::uint64_t h = std::hash<std::string>{}(r.label.owner) ^ (std::hash<std::string_view>{}(r.label.phase) << 1);
+  const auto add = [&](std::uint64_t value) { h = (h ^ value) * 1099511628211ULL; };  // FNV-1a's step
+  add(static_cast<std::uint64_t>(r.verb));
+  add(static_cast<std::uint64_t>(r.buffer.scalar_type()));
+  if (r.verb != Verb::kAllToAll) add(static_cast<std::uint64_t>(r.buffer.numel()));
+  add(static_cast<std::uint64_t>(r.op));
+  add(static_cast<std::uint64_t>(r.root));
+  if (r.verb == Verb::kAllGatherUneven) {
+    for (auto n : r.counts) add(static_cast<std::uint64_t>(n));
+  }
+  return h;
 }
 
 void check(const Comm& comm, const Request& request) {
@@ -200,6 +218,7 @@ bool settle_alone(const Comm& comm, const Request& request) {
 }
 
 WorkPtr forward(Comm& comm, const Request& r) {
+  comm.label_next(r.label);
   switch (r.verb) {
     case Verb::kAllGather:
       return comm.all_gather(r.buffer);

@@ -23,6 +23,7 @@ struct Request {
   std::int64_t root = 0;
   std::vector<std::int64_t> counts{};       // of all_gather_uneven; of all_to_all: what is received
   std::vector<std::int64_t> send_counts{};  // of all_to_all
+  CallLabel label{};
 };
 
 struct Span {
@@ -40,8 +41,10 @@ struct Span {
 [[nodiscard]] std::vector<Span> gather_spans(const Request& request, std::int64_t size);
 
 [[nodiscard]] bool same_memory(const at::Tensor& a, const at::Tensor& b);
-// "all_reduce(1024 x Float, avg)": for messages, and what all ranks must agree on.
+// "all_reduce(1024 x Float, avg)", after its label if it has one: for messages, and what all ranks must agree on.
 [[nodiscard]] std::string describe(const Request& request);
+// Of what `describe` says, without making the text.
+[[nodiscard]] std::uint64_t hash(const Request& request);
 
 // Throws UsageError.
 void check(const Comm& comm, const Request& request);
@@ -76,15 +79,20 @@ class Backend : public Interface {
     return checked({.verb = Verb::kAllToAll, .buffer = in, .out = out, .counts = recv_counts, .send_counts = send_counts});
   }
 
+  void label_next(CallLabel label) final { label_ = std::move(label); }
+
  protected:
   virtual WorkPtr start(Request request) = 0;
 
  private:
   WorkPtr checked(Request request) {
+    request.label = std::exchange(label_, {});
     check(*this, request);
     drop_python_identity(request);
     return start(std::move(request));
   }
+
+  CallLabel label_;
 };
 
 }  // namespace ragged::comm

@@ -1,5 +1,6 @@
 // The backward half of Context: what autograd's nodes and its final callback set off.
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -56,6 +57,7 @@ Context::Task& Context::task() {
 }
 
 void Context::enter_backward(UnitCore& unit, const Invocation& invocation) {
+  RECORD_FUNCTION("ragged::enter_backward", {});
   refuse_create_graph(unit);
   at::NoGradGuard no_grad;
   Task& now = task();
@@ -81,6 +83,7 @@ void Context::enter_backward(UnitCore& unit, const Invocation& invocation) {
 }
 
 void Context::leave_backward(UnitCore& unit, const Invocation& invocation) {
+  RECORD_FUNCTION("ragged::leave_backward", {});
   at::NoGradGuard no_grad;
   Task& now = task();
   finish_later_than(now, invocation.entered_at);
@@ -173,6 +176,7 @@ void Context::complete_reductions() {
 }
 
 void Context::take_gradient(UnitCore& unit, std::size_t b, std::size_t slot, const at::Tensor& gradient) {
+  RECORD_FUNCTION("ragged::take_gradient", {});
   refuse_create_graph(unit);
   at::NoGradGuard no_grad;
   task();
@@ -191,6 +195,7 @@ void Context::reduce_leftovers(Task& task) {
 }
 
 void Context::end_task(int id) {
+  RECORD_FUNCTION("ragged::end_backward", {});
   at::NoGradGuard no_grad;
   auto it = std::find_if(tasks_.begin(), tasks_.end(), [id](const Task& t) { return t.id == id; });
   if (it == tasks_.end()) return;  // reset meanwhile

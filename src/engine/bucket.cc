@@ -3,7 +3,9 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cstring>
@@ -96,13 +98,21 @@ void Bucket::load(std::size_t i, const at::Tensor& whole) {
 void Bucket::start_gather(BufferPool& pool, EventLog& log) {
   if (memory_state_ != MemoryState::kSharded) throw InternalError(options_.owner + ": gather of a bucket that is not sharded");
   gathered_.acquire(pool);
-  gathered_generation_ = generation();
   try {
-    gather_work_ = gathered_.all_gather_from(shard_);
+    all_gather(log);
   } catch (...) {
     gathered_.release(pool);
     throw;
   }
+}
+
+void Bucket::all_gather(EventLog& log) {
+  const bool backward = torch::autograd::get_current_graph_task_id() != -1;
+  {
+    RECORD_FUNCTION("ragged::start_gather", {});
+    gather_work_ = gathered_.all_gather_from(shard_, backward ? "gather in backward" : "gather in forward");
+  }
+  gathered_generation_ = generation();
   ++gathers;
   memory_state_ = MemoryState::kGathering;
   log.add({EventKind::kGather, options_.unit_index, options_.bucket_index});
@@ -117,7 +127,10 @@ void Bucket::start_reduce(CurrentGradients current, BufferPool& pool, EventLog& 
   current_ = std::move(current);
   overwrite_ = std::none_of(current_.begin(), current_.end(), [](const at::Tensor& t) { return t.defined(); });
   const bool direct = overwrite_ && gradient_shard_->options().dtype == options_.reduce_dtype();
-  reduce_work_ = gradient_->reduce_scatter_to(direct ? gradient_shard_.get() : nullptr);
+  {
+    RECORD_FUNCTION("ragged::start_reduce", {});
+    reduce_work_ = gradient_->reduce_scatter_to(direct ? gradient_shard_.get() : nullptr);
+  }
   gradient_state_ = GradientState::kReducing;
   ++reductions;
   log.add({EventKind::kReduce, options_.unit_index, options_.bucket_index});
@@ -125,6 +138,7 @@ void Bucket::start_reduce(CurrentGradients current, BufferPool& pool, EventLog& 
 
 void Bucket::finish_gather() {
   if (memory_state_ != MemoryState::kGathering) return;
+  RECORD_FUNCTION("ragged::wait_gather", {});
   gather_work_->order_after();
   gather_work_.reset();
   memory_state_ = MemoryState::kGathered;
@@ -133,7 +147,11 @@ void Bucket::finish_gather() {
 void Bucket::finish_reduce(double factor, BufferPool& pool) {
   if (gradient_state_ != GradientState::kReducing) throw InternalError(options_.owner + ": no reduction to finish");
   at::NoGradGuard no_grad;
-  reduce_work_->order_after();
+  RECORD_FUNCTION("ragged::finish_reduce", {});
+  {
+    RECORD_FUNCTION("ragged::wait_reduce", {});
+    reduce_work_->order_after();
+  }
   reduce_work_.reset();
   factor /= pre_factor(options_);
   if (overwrite_) {
@@ -188,11 +206,7 @@ void Bucket::drop_user(BufferPool& pool, EventLog& log) {
 void Bucket::refresh(EventLog& log) {
   if (memory_state_ == MemoryState::kSharded || gathered_generation_ == generation()) return;
   finish_gather();
-  gather_work_ = gathered_.all_gather_from(shard_);
-  gathered_generation_ = generation();
-  ++gathers;
-  memory_state_ = MemoryState::kGathering;
-  log.add({EventKind::kGather, options_.unit_index, options_.bucket_index});
+  all_gather(log);
 }
 
 void Bucket::ensure_gradient_memory(BufferPool& pool) {
@@ -211,6 +225,7 @@ void Bucket::ensure_gradient_memory(BufferPool& pool) {
 }
 
 void Bucket::sink(std::size_t i, const at::Tensor& gradient, BufferPool& pool) {
+  RECORD_FUNCTION("ragged::sink", {});
   at::AutoDispatchBelowADInplaceOrView plain;  // slots have no history: half of a small copy's time is finding that out
   ensure_gradient_memory(pool);
   const at::Tensor dense = gradient.is_sparse() ? gradient.to_dense() : gradient;

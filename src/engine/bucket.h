@@ -94,6 +94,7 @@ class Bucket {
 
  private:
   void start_gather(BufferPool& pool, EventLog& log);
+  void all_gather(EventLog& log);
   void ensure_gradient_memory(BufferPool& pool);
   void combine(std::size_t i, const at::Tensor& reduced, double factor);
 

@@ -1,6 +1,7 @@
 #include "engine/context.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <utility>
@@ -34,6 +35,7 @@ std::vector<std::shared_ptr<UnitCore>> Context::units() const {
 }
 
 std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermost) {
+  RECORD_FUNCTION("ragged::enter_forward", {});
   at::NoGradGuard no_grad;
   const bool recompute = inside_backward();
   if (!recompute) {
@@ -76,6 +78,7 @@ void Context::let_go(UnitCore& unit, unsigned reasons_kept) {
 }
 
 void Context::leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation) {
+  RECORD_FUNCTION("ragged::leave_forward", {});
   release_after_forward(unit, invocation);
   pass_on_edits(*invocation, unit.name());
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "engine/agreement.h"
 #include "engine/context.h"
 #include "engine/shard_tensor.h"
 #include "engine/unit.h"
@@ -88,6 +89,36 @@ Tensors cast(const Tensors& tensors, const std::optional<at::ScalarType>& dtype)
   return result;
 }
 
+void look_through(const NamedTensors& parameters, const UnitOptions& options, const Context& context,
+                  std::vector<ParameterSpec>& specs) {
+  for (const auto& [name, value] : parameters) {
+    if (find_taken(context, value).unit || contains(specs, value)) continue;
+    if (!value.defined() || value.is_meta() || !value.is_leaf()) {
+      throw UsageError("unit '" + options.name + "': parameter '" + name +
+                       "' must be a leaf with data; initialise it before it is sharded");
+    }
+    const auto granularity = options.orig_param_policy ? options.orig_param_policy(name, value.sizes()) : Granularity();
+    specs.push_back({name, value, granularity, value.requires_grad()});
+  }
+  if (specs.empty()) {
+    throw UsageError("unit '" + options.name + "': none of its " + std::to_string(parameters.size()) +
+                     " parameters is left to take; earlier units of the context have them all");
+  }
+}
+
+// The same on all ranks, or UsageError on all.
+std::vector<ParameterSpec> take(const NamedTensors& parameters, const UnitOptions& options, const Context& context) {
+  std::vector<ParameterSpec> specs;
+  std::string failure;
+  try {
+    look_through(parameters, options, context, specs);
+  } catch (const std::exception& e) {
+    failure = e.what();
+  }
+  agree_on_unit(options, specs, failure);
+  return specs;
+}
+
 }  // namespace
 
 std::shared_ptr<Context> make_context() { return std::make_shared<Context>(); }
@@ -115,20 +146,7 @@ Unit::Unit(const NamedTensors& parameters, UnitOptions options) : impl_(std::mak
     throw UsageError("unit '" + options.name + "': options.mesh has " + std::to_string(options.mesh.dims.size()) +
                      " dims; give a mesh with one comm, such as Mesh{{comm}}");
   }
-  std::vector<ParameterSpec> specs;
-  for (const auto& [name, value] : parameters) {
-    if (find_taken(*context, value).unit || contains(specs, value)) continue;
-    if (!value.defined() || value.is_meta() || !value.is_leaf()) {
-      throw UsageError("unit '" + options.name + "': parameter '" + name +
-                       "' must be a leaf with data; initialise it before it is sharded");
-    }
-    const auto granularity = options.orig_param_policy ? options.orig_param_policy(name, value.sizes()) : Granularity();
-    specs.push_back({name, value, granularity, value.requires_grad()});
-  }
-  if (specs.empty()) {
-    throw UsageError("unit '" + options.name + "': none of its " + std::to_string(parameters.size()) +
-                     " parameters is left to take; earlier units of the context have them all");
-  }
+  const auto specs = take(parameters, options, *context);
   impl_->shards = std::make_shared<Shards>();
   impl_->core = std::make_shared<UnitCore>(std::move(options), specs, impl_->shards);
   UnitCore& core = *impl_->core;

@@ -30,6 +30,9 @@ class UsageExchange {
 
  private:
   at::Tensor mask_;
+  // What was sent last, and its copy on the device: in a steady state nothing is copied from the host, which would block it.
+  std::vector<std::uint8_t> sent_;
+  at::Tensor sent_on_device_;
   WorkPtr work_;
 };
 

@@ -12,6 +12,11 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 
 }  // namespace
 
+void Peers::use_key(std::uint64_t key) {
+  key ^= key >> 40;
+  tag_ = first_tag_ | static_cast<int>((key ^ (key >> kTagBits)) & ((1U << kTagBits) - 1));
+}
+
 Message Peers::send(at::Tensor tensor, std::int64_t peer) {
   if (tensor.numel() == 0) return {};
   std::vector<at::Tensor> tensors{std::move(tensor)};
@@ -49,7 +54,7 @@ void Peers::wait(Message& message) {
   const std::lock_guard lock(mutex_);
   waiting_for_.reset();
   awaited_ = -1;
-  if (!failure.empty()) throw CommError("rank " + std::to_string(message.peer) + " is gone or stuck: " + failure);
+  if (!failure.empty()) throw CommError("rank " + std::to_string(message.peer) + " is gone, stuck or out of step: " + failure);
   message.work.reset();
 }
 

@@ -20,8 +20,13 @@ struct Message {
 
 class Peers {
  public:
-  // `tag` keeps our messages apart from those of others on the same group.
-  Peers(BackendPtr backend, int tag) : backend_(std::move(backend)), tag_(tag) {}
+  // `first_tag` keeps our messages apart from those of others on the same group; its last kTagBits bits are free.
+  Peers(BackendPtr backend, int first_tag) : backend_(std::move(backend)), first_tag_(first_tag) {}
+  static constexpr int kTagBits = 20;
+
+  // Messages of calls with different keys never meet: ranks that are out of step wait for each other until the time limit,
+  // instead of reading each other's data.
+  void use_key(std::uint64_t key);
 
   [[nodiscard]] std::int64_t rank() const { return backend_->getRank(); }
   [[nodiscard]] std::int64_t size() const { return backend_->getSize(); }
@@ -38,7 +43,8 @@ class Peers {
 
  private:
   BackendPtr backend_;
-  int tag_;
+  int first_tag_;
+  int tag_ = 0;
   std::atomic<std::int64_t> awaited_{-1};
   std::mutex mutex_;
   bool interrupted_ = false;

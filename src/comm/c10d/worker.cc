@@ -37,12 +37,13 @@ class ExchangeWork final : public Work {
   std::shared_ptr<Operation> operation_;
 };
 
-std::string attempt(Shared& shared, const Request& request) {
+std::string attempt(Shared& shared, const Operation& operation) {
   try {
-    exchange(shared.peers, request);
+    shared.peers.use_key(operation.key);
+    exchange(shared.peers, operation.request);
     return "";
   } catch (const std::exception& e) {
-    return describe(request) + ": " + e.what();
+    return describe(operation.request) + ": " + e.what();
   }
 }
 
@@ -54,7 +55,7 @@ void work_off(Shared& shared) {
     const auto operation = std::move(shared.queue.front());
     shared.queue.pop_front();
     lock.unlock();
-    const auto error = attempt(shared, operation->request);
+    const auto error = attempt(shared, *operation);
     lock.lock();
     if (!error.empty() && shared.failure.empty()) shared.fail(error);
     if (!shared.failure.empty()) return;
@@ -93,6 +94,7 @@ Worker::~Worker() {
 
 WorkPtr Worker::submit(Request request) {
   auto operation = std::make_shared<Operation>();
+  operation->key = hash(request) + 0x9E3779B97F4A7C15ULL * ++submitted_;
   operation->request = std::move(request);
   const std::lock_guard lock(shared_->mutex);
   if (shared_->failure.empty()) {

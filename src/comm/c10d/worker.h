@@ -18,7 +18,8 @@
 namespace ragged::comm::torch_group {
 
 struct Operation {
-  Request request;  // let go when done
+  Request request;        // let go when done
+  std::uint64_t key = 0;  // of the request and of how many came before it
   bool done = false;
 };
 
@@ -48,6 +49,7 @@ class Worker {
 
  private:
   std::shared_ptr<Shared> shared_;
+  std::uint64_t submitted_ = 0;
   pid_t owner_ = ::getpid();
   std::thread thread_;
 };
