@@ -24,6 +24,7 @@
 namespace ragged {
 
 class BufferPool;
+struct PoolState;
 class SwappableStorage;
 
 enum class BufferPlacement { kReplicate, kPartial, kShard };
@@ -51,7 +52,7 @@ class DBuffer {
   // may outlive the buffer: allocated memory lives as long as they do, borrowed memory is gone for them then.
   void allocate();
   void acquire(BufferPool& pool);
-  void release(BufferPool& pool);
+  void release();
   [[nodiscard]] bool has_memory() const;
   [[nodiscard]] std::int64_t bytes() const;
 
@@ -91,8 +92,8 @@ class DBuffer {
   bool sharded_ = false;
   std::unique_ptr<SwappableStorage> storage_;
   at::Tensor local_;
-  at::Tensor memory_;  // borrowed from the pool; uint8
-  bool pooled_ = false;
+  at::Tensor memory_;                // borrowed from a pool; uint8
+  std::shared_ptr<PoolState> home_;  // that pool's
 };
 
 }  // namespace ragged

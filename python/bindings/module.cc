@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, m) {
   bind_comm(m);
   bind_placement(m);
   bind_engine(m);
+  bind_parameters(m);
 }

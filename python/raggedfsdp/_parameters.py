@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,13 +32,13 @@ class Slot:
 
     def __post_init__(self) -> None:
         # Modules that override __setattr__ (RNNs keep a flat list of their weights) must be told.
-        self._plain = type(self.module).__setattr__ is nn.Module.__setattr__
+        self.plain = type(self.module).__setattr__ is nn.Module.__setattr__
 
     def get(self) -> nn.Parameter | None:
         return self.module._parameters.get(self.name)
 
     def put(self, parameter: nn.Parameter) -> None:
-        if self._plain:
+        if self.plain:
             self.module._parameters[self.name] = parameter
         else:
             setattr(self.module, self.name, parameter)
@@ -59,6 +59,7 @@ class ShardedParameter:
     local: torch.Tensor = field(init=False)  # this rank's view of the flat shard
     requires_grad: bool = field(init=False)  # of the leaf; the sharded parameter's is what the user sets
     gradient: RaggedDTensor | None = None  # over the gradient shard, made once
+    changes: ClassVar[int] = 0  # how often any parameter's tensors were replaced: rows made of them are stale then
 
     def build(self, original: nn.Parameter, core: _C.UnitCore, mesh: DeviceMesh, placement: _C.RaggedShard) -> None:
         self.local = core.buckets[self.bucket].shard_view(self.slot)
@@ -83,14 +84,17 @@ class ShardedParameter:
             # bf16 shards with fp32 reduction have fp32 gradients (torch refuses them otherwise).
             self.sharded.grad_dtype = None
         self.gradient = None
+        ShardedParameter.changes += 1
         core.set_leaf(self.bucket, self.slot, self.leaf)
 
-    def publish_gradient(self, core: _C.UnitCore) -> None:
-        """`.grad` becomes the view of the gradient shard; hooks for a finished gradient run."""
+    def gradient_row(self, core: _C.UnitCore) -> tuple[Any, RaggedDTensor]:
+        """The sharded parameter, and the view of the gradient shard that its `.grad` becomes."""
         if self.gradient is None:
             self.gradient = self.sharded.data.with_local(core.buckets[self.bucket].gradient_view(self.slot))
-        if self.sharded.grad is not self.gradient:
-            self.sharded.grad = self.gradient
+        return self.sharded, self.gradient
+
+    def run_gradient_hooks(self) -> None:
+        """Those registered for a finished gradient."""
         hooks = self.sharded._post_accumulate_grad_hooks
         if hooks:
             for hook in tuple(hooks.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,17 @@ def _specs(originals: Sequence[Original]) -> list[_C.ParameterSpec]:
     return [_C.ParameterSpec(name, p.detach(), granularity, p.requires_grad) for name, p, _, granularity in originals]
 
 
+@dataclass
+class _Rows:
+    """What a step's loops over parameters need, as the tuples that `_C` reads (python/bindings/parameters.cc)."""
+
+    changes: int  # of ShardedParameter when they were made
+    slots: list[Any]
+    special: list[tuple[Slot, ShardedParameter]]  # modules that must be told by setattr
+    owned: list[Any]
+    gradients: list[list[Any]]  # by bucket; empty before the first gradient
+
+
 class UnitState:
     """What one call of fully_shard made. Modules hold it; it holds the C++ unit."""
 
@@ -48,6 +60,7 @@ class UnitState:
         self.post_optim_event: torch.Event | None = None
         self._invocations: list[_C.Invocation] = []
         self._by_bucket: list[list[ShardedParameter]] = []
+        self._rows: _Rows | None = None
 
     # --- making ---
 
@@ -107,6 +120,7 @@ class UnitState:
     def borrow(self, slot: Slot, parameter: ShardedParameter) -> None:
         """A slot of our modules holds a parameter that another unit owns."""
         self.borrowed.append((slot, parameter))
+        self._rows = None
         self.core.borrow(parameter.unit.core.buckets[parameter.bucket])
 
     def attach_hooks(self) -> None:
@@ -133,7 +147,9 @@ class UnitState:
         self.shows_leaves += 1
         if self.shows_leaves > 1:
             return
-        for slot, parameter in self._all_slots():
+        rows = self._fresh_rows()
+        _C.show(rows.slots, True)
+        for slot, parameter in rows.special:
             slot.put(parameter.leaf)
 
     def show_shards(self) -> None:
@@ -151,8 +167,28 @@ class UnitState:
         if self.explicit:
             self._keep_freezing()
         self.explicit = False
-        for slot, parameter in self._all_slots():
+        rows = self._fresh_rows()
+        _C.show(rows.slots, False)
+        for slot, parameter in rows.special:
             slot.put(parameter.sharded)
+
+    def _fresh_rows(self) -> _Rows:
+        if self._rows is None or self._rows.changes != ShardedParameter.changes:
+            slots = list(self._all_slots())
+            self._rows = _Rows(
+                ShardedParameter.changes,
+                [(s.module._parameters, s.name, p.leaf, p.sharded) for s, p in slots if s.plain],
+                [(s, p) for s, p in slots if not s.plain],
+                [(p.slots[0].module._parameters, p.slots[0].name, p.leaf, p.sharded, p.local) for p in self.parameters],
+                [[] for _ in self._by_bucket],
+            )
+        return self._rows
+
+    def _gradient_rows(self, bucket: int) -> list[Any]:
+        rows = self._fresh_rows().gradients
+        if not rows[bucket]:
+            rows[bucket] = [p.gradient_row(self.core) for p in self._by_bucket[bucket]]
+        return rows[bucket]
 
     def _all_slots(self) -> Iterator[tuple[Slot, ShardedParameter]]:
         for parameter in self.parameters:
@@ -175,7 +211,7 @@ class UnitState:
 
     def adopt(self) -> None:
         """Takes over what happened to the sharded parameters outside: replaced, re-made, frozen."""
-        if self.shows_leaves:
+        if self.shows_leaves or _C.unchanged(self._fresh_rows().owned):
             return
         for parameter in self.parameters:
             sharded = parameter.sharded
@@ -209,6 +245,7 @@ class UnitState:
         replacement.__dict__.update(parameter.sharded.__dict__)
         parameters_were_replaced()
         parameter.sharded = replacement
+        ShardedParameter.changes += 1
         for slot in parameter.slots:
             slot.put(replacement)
 
@@ -248,13 +285,18 @@ class UnitState:
     # --- what the C++ side asks for in backward ---
 
     def _current_gradients(self, bucket: int) -> list[torch.Tensor | None]:
+        rows = self._fresh_rows().gradients[bucket]
+        if rows and not _C.any_gradient(rows):
+            return []
         gradients = [p.current_gradient() for p in self._by_bucket[bucket]]
         return [] if all(g is None for g in gradients) else gradients
 
-    def _publish(self, bucket: int, indices: Sequence[int]) -> None:
+    def _publish(self, bucket: int, indices: Sequence[int] | None) -> None:
+        if not _C.set_gradients(self._gradient_rows(bucket), indices):
+            return
         parameters = self._by_bucket[bucket]
-        for i in indices:
-            parameters[i].publish_gradient(self.core)
+        for parameter in parameters if indices is None else [parameters[i] for i in indices]:
+            parameter.run_gradient_hooks()
 
     def _show_whole(self, whole: bool) -> None:
         if whole:

@@ -6,6 +6,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "buffer/pool.h"
 #include "buffer/storage.h"
@@ -66,17 +67,16 @@ void DBuffer::allocate() {
 
 void DBuffer::acquire(BufferPool& pool) {
   if (has_memory()) throw InternalError("DBuffer of " + options_.owner + ": acquire() while it has memory");
-  memory_ = pool.acquire(bytes(), options_.device).memory;
+  BufferPool::Block block = pool.acquire(bytes(), options_.device);
+  memory_ = std::move(block.memory);
+  home_ = std::move(block.home);
   storage_->attach(memory_.data_ptr());
-  pooled_ = true;
 }
 
-void DBuffer::release(BufferPool& pool) {
-  if (!pooled_) throw InternalError("DBuffer of " + options_.owner + ": release() of memory that came from no pool");
+void DBuffer::release() {
+  if (!home_) throw InternalError("DBuffer of " + options_.owner + ": release() of memory that came from no pool");
   storage_->release();
-  pool.release({std::move(memory_)});
-  memory_ = at::Tensor();
-  pooled_ = false;
+  BufferPool::release({std::exchange(memory_, {}), std::exchange(home_, nullptr)});
 }
 
 at::Tensor DBuffer::own_slice() const {

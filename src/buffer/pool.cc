@@ -8,39 +8,56 @@
 
 namespace ragged {
 
+struct PoolState {
+  std::vector<at::Tensor> free;
+  bool poison = false;
+  std::int64_t reserved_bytes = 0;
+  std::int64_t used_bytes = 0;
+  std::int64_t peak_used_bytes = 0;
+};
+
+BufferPool::BufferPool() : state_(std::make_shared<PoolState>()) {}
+void BufferPool::set_poison(bool on) { state_->poison = on; }
+std::int64_t BufferPool::reserved_bytes() const { return state_->reserved_bytes; }
+std::int64_t BufferPool::used_bytes() const { return state_->used_bytes; }
+std::int64_t BufferPool::peak_used_bytes() const { return state_->peak_used_bytes; }
+void BufferPool::reset_peak() { state_->peak_used_bytes = state_->used_bytes; }
+
 BufferPool::Block BufferPool::acquire(std::int64_t bytes, at::Device device) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  auto fits = [&](const Block& b) {
-    return b.memory.device() == device && b.bytes() >= bytes && b.bytes() <= bytes + bytes / 4;
+  auto fits = [&](const at::Tensor& b) {
+    return b.device() == device && b.numel() >= bytes && b.numel() <= bytes + bytes / 4;
   };
-  auto best = free_.end();
-  for (auto it = free_.begin(); it != free_.end(); ++it) {
-    if (fits(*it) && (best == free_.end() || it->bytes() < best->bytes())) best = it;
+  auto& free = state_->free;
+  auto best = free.end();
+  for (auto it = free.begin(); it != free.end(); ++it) {
+    if (fits(*it) && (best == free.end() || it->numel() < best->numel())) best = it;
   }
-  Block block;
-  if (best != free_.end()) {
-    block = std::move(*best);
-    free_.erase(best);
+  Block block{{}, state_};
+  if (best != free.end()) {
+    block.memory = std::move(*best);
+    free.erase(best);
   } else {
     block.memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
-    reserved_bytes_ += bytes;
-    if (poison_) block.memory.fill_(0xFF);
+    state_->reserved_bytes += bytes;
+    if (state_->poison) block.memory.fill_(0xFF);
   }
-  used_bytes_ += block.bytes();
-  peak_used_bytes_ = std::max(peak_used_bytes_, used_bytes_);
+  state_->used_bytes += block.bytes();
+  state_->peak_used_bytes = std::max(state_->peak_used_bytes, state_->used_bytes);
   return block;
 }
 
 void BufferPool::release(Block&& block) {
   if (!block.memory.defined()) return;
-  if (poison_) {
+  PoolState& state = *block.home;
+  if (state.poison) {
     c10::InferenceMode normal(false);
     at::NoGradGuard no_grad;
     block.memory.fill_(0xFF);
   }
-  used_bytes_ -= block.bytes();
-  free_.push_back(std::move(block));
+  state.used_bytes -= block.bytes();
+  state.free.push_back(std::move(block.memory));
 }
 
 }  // namespace ragged

@@ -9,35 +9,38 @@
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace ragged {
 
+struct PoolState;
+
 class BufferPool {
  public:
   struct Block {
-    at::Tensor memory;  // uint8; undefined = no block
+    at::Tensor memory;                // uint8; undefined = no block
+    std::shared_ptr<PoolState> home;  // where it came from and goes back to: a tied bucket is taken by one model's unit and
+                                      // let go by another's, and pools of outermost units are separate
     [[nodiscard]] void* data() const { return memory.defined() ? memory.data_ptr() : nullptr; }
     [[nodiscard]] std::int64_t bytes() const { return memory.defined() ? memory.numel() : 0; }
   };
 
   [[nodiscard]] Block acquire(std::int64_t bytes, at::Device device);
-  void release(Block&& block);
+  static void release(Block&& block);
 
   // Fresh and returned memory is filled with 0xFF: NaN in every floating dtype. For tests.
-  void set_poison(bool on) { poison_ = on; }
+  void set_poison(bool on);
 
-  [[nodiscard]] std::int64_t reserved_bytes() const { return reserved_bytes_; }
-  [[nodiscard]] std::int64_t used_bytes() const { return used_bytes_; }
-  [[nodiscard]] std::int64_t peak_used_bytes() const { return peak_used_bytes_; }
-  void reset_peak() { peak_used_bytes_ = used_bytes_; }
+  [[nodiscard]] std::int64_t reserved_bytes() const;
+  [[nodiscard]] std::int64_t used_bytes() const;
+  [[nodiscard]] std::int64_t peak_used_bytes() const;
+  void reset_peak();
+
+  BufferPool();
 
  private:
-  std::vector<Block> free_;
-  bool poison_ = false;
-  std::int64_t reserved_bytes_ = 0;
-  std::int64_t used_bytes_ = 0;
-  std::int64_t peak_used_bytes_ = 0;
+  std::shared_ptr<PoolState> state_;  // shared with the blocks that are out
 };
 
 }  // namespace ragged

@@ -101,7 +101,7 @@ void Bucket::start_gather(BufferPool& pool, EventLog& log) {
   try {
     all_gather(log);
   } catch (...) {
-    gathered_.release(pool);
+    gathered_.release();
     throw;
   }
 }
@@ -144,7 +144,7 @@ void Bucket::finish_gather() {
   memory_state_ = MemoryState::kGathered;
 }
 
-void Bucket::finish_reduce(double factor, BufferPool& pool) {
+void Bucket::finish_reduce(double factor) {
   if (gradient_state_ != GradientState::kReducing) throw InternalError(options_.owner + ": no reduction to finish");
   at::NoGradGuard no_grad;
   RECORD_FUNCTION("ragged::finish_reduce", {});
@@ -160,7 +160,7 @@ void Bucket::finish_reduce(double factor, BufferPool& pool) {
   } else {
     for (std::size_t i = 0; i < size(); ++i) combine(i, gradient_->shard_view(i), factor);
   }
-  gradient_->release(pool);
+  gradient_->release();
   current_.clear();
   std::fill(used_.begin(), used_.end(), std::uint8_t{0});
   gradient_state_ = GradientState::kEmpty;
@@ -187,7 +187,7 @@ void Bucket::add_user(BufferPool& pool, EventLog& log) {
   ++users_;
 }
 
-void Bucket::drop_user(BufferPool& pool, EventLog& log) {
+void Bucket::drop_user(EventLog& log) {
   if (users_ == 0) throw InternalError(options_.owner + ": released more often than held");
   if (--users_ > 0) return;
   std::exception_ptr failure;
@@ -197,7 +197,7 @@ void Bucket::drop_user(BufferPool& pool, EventLog& log) {
     failure = std::current_exception();
     gather_work_.reset();
   }
-  gathered_.release(pool);
+  gathered_.release();
   memory_state_ = MemoryState::kSharded;
   log.add({EventKind::kRelease, options_.unit_index, options_.bucket_index});
   if (failure) std::rethrow_exception(failure);
@@ -239,7 +239,7 @@ void Bucket::sink(std::size_t i, const at::Tensor& gradient, BufferPool& pool) {
   used_[i] = 1;
 }
 
-void Bucket::discard_gradients(BufferPool& pool) {
+void Bucket::discard_gradients() {
   if (gradient_state_ == GradientState::kEmpty) return;
   if (reduce_work_) {
     // The transport may still write into the buffer; its failure is what we are recovering from.
@@ -249,7 +249,7 @@ void Bucket::discard_gradients(BufferPool& pool) {
     }
     reduce_work_.reset();
   }
-  gradient_->release(pool);
+  gradient_->release();
   current_.clear();
   std::fill(used_.begin(), used_.end(), std::uint8_t{0});
   gradient_state_ = GradientState::kEmpty;

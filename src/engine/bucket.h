@@ -62,7 +62,7 @@ class Bucket {
 
   // Memory machine. Users are units that hold the gathered copy; it is released after the last one.
   void add_user(BufferPool& pool, EventLog& log);
-  void drop_user(BufferPool& pool, EventLog& log);  // at rest also when the gather turns out to have failed, which it rethrows
+  void drop_user(EventLog& log);  // at rest also when the gather turns out to have failed, which it rethrows
   void finish_gather();                             // the current stream (CPU: the host) waits; a no-op unless Gathering
   // Gathers again, in place, if the shard changed since. Only while no graph of the old copy is pending.
   void refresh(EventLog& log);
@@ -74,8 +74,8 @@ class Bucket {
   void sink(std::size_t i, const at::Tensor& gradient, BufferPool& pool);
   void start_reduce(CurrentGradients current, BufferPool& pool, EventLog& log);
   // Writes the gradient shard. `factor` multiplies the sum over ranks.
-  void finish_reduce(double factor, BufferPool& pool);
-  void discard_gradients(BufferPool& pool);
+  void finish_reduce(double factor);
+  void discard_gradients();
   [[nodiscard]] GradientState gradient_state() const { return gradient_state_; }
   [[nodiscard]] const std::vector<std::uint8_t>& used() const {
     return used_;

@@ -173,7 +173,7 @@ void Context::reset() {
     unit->active_forwards = 0;
     unit->group_runs = 0;
     for (const auto& bucket : unit->buckets()) {
-      bucket->discard_gradients(pool_);
+      bucket->discard_gradients();
       bucket->entered = false;
     }
     let_go(*unit, kHoldExplicit);

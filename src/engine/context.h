@@ -68,6 +68,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void end_task(int id);
   void finish_later_than(Task& task, std::int64_t time);
   void finish(Task& task, Entered& entered);
+  [[nodiscard]] bool in_outer_backward(const Task& inner, const UnitCore& unit) const;
   void hide(Entered& entered);
   void abandon_task(int id);
   void reduce(Task& task, UnitCore& unit, std::size_t bucket);

@@ -80,7 +80,7 @@ void UnitCore::hold(Hold reason) {
     } catch (...) {
       for (Bucket* b : added) {
         try {
-          b->drop_user(context_->pool(), context_->log());
+          b->drop_user(context_->log());
         } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the first failure is the cause
         }
       }
@@ -99,7 +99,7 @@ void UnitCore::drop_all_but(unsigned reasons) {
   std::exception_ptr failure;
   each_used_bucket([&](Bucket& b) {
     try {
-      b.drop_user(context_->pool(), context_->log());
+      b.drop_user(context_->log());
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }

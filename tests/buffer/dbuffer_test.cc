@@ -108,10 +108,10 @@ TEST(DBuffer, BorrowsAndReturnsMemory) {
   EXPECT_EQ(pool.used_bytes(), buffer.bytes());
   view.fill_(1);
   EXPECT_THROW(buffer.acquire(pool), InternalError);
-  buffer.release(pool);
+  buffer.release();
   EXPECT_EQ(pool.used_bytes(), 0);
   EXPECT_THAT([&] { (void)view.sum(); }, ThrowsMessage<c10::Error>(HasSubstr("unit 'small'")));
-  EXPECT_THROW(buffer.release(pool), InternalError);
+  EXPECT_THROW(buffer.release(), InternalError);
 }
 
 TEST(DBuffer, TensorsOutliveTheBuffer) {

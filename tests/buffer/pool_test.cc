@@ -71,6 +71,21 @@ TEST(Pool, PoisonFillsFreshAndReturnedMemory) {
   EXPECT_TRUE(floats.isnan().all().item<bool>());
 }
 
+TEST(Pool, BlocksGoHome) {
+  BufferPool a, b;
+  {
+    BufferPool gone;
+    auto orphan = gone.acquire(64, at::kCPU);
+    a.release(std::move(orphan));
+  }
+  auto block = a.acquire(64, at::kCPU);
+  b.release(std::move(block));
+  EXPECT_EQ(a.used_bytes(), 0);
+  EXPECT_EQ(b.used_bytes(), 0);
+  (void)a.acquire(64, at::kCPU);
+  EXPECT_EQ(a.reserved_bytes(), 64);
+}
+
 TEST(Pool, NothingIsABlockToo) {
   BufferPool pool;
   auto block = pool.acquire(0, at::kCPU);

@@ -43,12 +43,12 @@ TEST_F(BucketMachine, MemoryGoesRound) {
   bucket_.add_user(pool_, log_);
   bucket_.finish_gather();
   EXPECT_EQ(bucket_.memory_state(), MemoryState::kGathered);
-  bucket_.drop_user(pool_, log_);
+  bucket_.drop_user(log_);
   EXPECT_EQ(bucket_.memory_state(), MemoryState::kGathered);
-  bucket_.drop_user(pool_, log_);
+  bucket_.drop_user(log_);
   EXPECT_EQ(bucket_.memory_state(), MemoryState::kSharded);
   EXPECT_EQ(bucket_.gathers, 1);
-  EXPECT_THROW(bucket_.drop_user(pool_, log_), InternalError);
+  EXPECT_THROW(bucket_.drop_user(log_), InternalError);
 }
 
 TEST_F(BucketMachine, AnOldCopyIsGatheredAgain) {
@@ -63,11 +63,11 @@ TEST_F(BucketMachine, AnOldCopyIsGatheredAgain) {
   EXPECT_EQ(bucket_.gathers, 2);
   bucket_.finish_gather();
   EXPECT_EQ(view.select(0, 0).select(0, 0).item<float>(), 7);
-  bucket_.drop_user(pool_, log_);
+  bucket_.drop_user(log_);
 }
 
 TEST_F(BucketMachine, GradientsGoRound) {
-  EXPECT_THROW(bucket_.finish_reduce(1, pool_), InternalError);
+  EXPECT_THROW(bucket_.finish_reduce(1), InternalError);
   EXPECT_THROW((void)bucket_.gradient_view(0), InternalError);
   bucket_.sink(0, at::ones({3, 2}), pool_);
   bucket_.sink(0, at::ones({3, 2}), pool_);
@@ -76,7 +76,7 @@ TEST_F(BucketMachine, GradientsGoRound) {
   bucket_.start_reduce({}, pool_, log_);
   EXPECT_EQ(bucket_.gradient_state(), GradientState::kReducing);
   EXPECT_THROW(bucket_.start_reduce({}, pool_, log_), InternalError);
-  bucket_.finish_reduce(0.5, pool_);
+  bucket_.finish_reduce(0.5);
   EXPECT_EQ(bucket_.gradient_state(), GradientState::kEmpty);
   EXPECT_TRUE(bucket_.gradient_view(0).equal(at::ones({bucket_.gradient_view(0).numel()})));
   EXPECT_EQ(pool_.used_bytes(), 0);
@@ -87,27 +87,27 @@ TEST_F(BucketMachine, AReductionRunsWhileTheBucketIsGatheredAgain) {
   bucket_.start_reduce({}, pool_, log_);
   bucket_.add_user(pool_, log_);
   bucket_.finish_gather();
-  bucket_.finish_reduce(1, pool_);
-  bucket_.drop_user(pool_, log_);
+  bucket_.finish_reduce(1);
+  bucket_.drop_user(log_);
   EXPECT_EQ(pool_.used_bytes(), 0);
 }
 
 TEST_F(BucketMachine, DroppedGradientsLeaveNoTrace) {
-  bucket_.discard_gradients(pool_);
+  bucket_.discard_gradients();
   bucket_.sink(0, at::ones({3, 2}), pool_);
-  bucket_.discard_gradients(pool_);
+  bucket_.discard_gradients();
   EXPECT_EQ(bucket_.gradient_state(), GradientState::kEmpty);
   EXPECT_EQ(bucket_.used(), (std::vector<std::uint8_t>{0, 0}));
   bucket_.sink(0, at::ones({3, 2}), pool_);
   bucket_.start_reduce({}, pool_, log_);
-  bucket_.discard_gradients(pool_);
+  bucket_.discard_gradients();
   EXPECT_EQ(pool_.used_bytes(), 0);
 }
 
 TEST_F(BucketMachine, RetypingWaitsForRest) {
   bucket_.add_user(pool_, log_);
   EXPECT_THROW(bucket_.retype(at::kDouble, at::kCPU), InternalError);
-  bucket_.drop_user(pool_, log_);
+  bucket_.drop_user(log_);
   bucket_.retype(at::kDouble, at::kCPU);
   bucket_.load(0, at::ones({3, 2}));
   EXPECT_EQ(bucket_.shard().local().scalar_type(), at::kDouble);
@@ -118,7 +118,7 @@ TEST_F(BucketMachine, AGradientTheUserAssignedIsAddedTo) {
   bucket_.sink(1, at::ones({4}), pool_);
   const auto numel = bucket_.shard().shard_view(0).numel();
   bucket_.start_reduce({at::ones({numel}) * 10, at::Tensor()}, pool_, log_);
-  bucket_.finish_reduce(1, pool_);
+  bucket_.finish_reduce(1);
   EXPECT_TRUE(bucket_.gradient_view(0).equal(at::ones({numel}) * 11));
   EXPECT_TRUE(bucket_.gradient_view(1).equal(at::ones({bucket_.gradient_view(1).numel()})));
 }

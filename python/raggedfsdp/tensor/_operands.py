@@ -49,7 +49,9 @@ def local_of(value: Any, layout: Layout | None) -> Any:
         return value
     if value.dim() == 0 or (value.numel() == 1 and 0 < value.dim() <= len(layout.shape)):
         # A piece of a 0-d tensor is 1-D: with a 0-d operand types would promote otherwise than they do unsharded.
-        return value.reshape(1) if not layout.shape and value.device.type == layout.mesh.device_type else value
+        if not layout.shape:
+            return value.reshape(1) if value.device.type == layout.mesh.device_type else value
+        return value.reshape(1) if value.dim() > 1 else value  # pieces are flat: more dims would not broadcast in place
     if value.shape == layout.shape:
         return layout.slice_of(value)
     raise Refused(
