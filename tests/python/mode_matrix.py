@@ -43,9 +43,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 def all_modes() -> list[Mode]:
     assert list(CHOICES) == [f.name for f in fields(Mode)]
-    modes = [Mode(*values) for values in itertools.product(*CHOICES.values())]
-    # One unit both inside and outside a reentrant checkpoint: test_inside_and_outside_a_checkpoint.
-    return [m for m in modes if (m.wrapping, m.checkpoints) != ("grouped", "reentrant")]
+    return [Mode(*values) for values in itertools.product(*CHOICES.values())]
 
 
 def covering_modes() -> list[Mode]:
