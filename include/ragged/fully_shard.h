@@ -74,7 +74,7 @@ class Unit {
   // A parameter that an earlier unit took is used in this one's scope too (tied weights).
   void borrow(const at::Tensor& parameter);
 
-  // Gathers until reshard(), which does nothing to a forward or backward under way.
+  // Gathers until the unit's next forward or backward reshards, or reshard(), which does nothing to one under way.
   void unshard();
   void reshard();
 

@@ -72,6 +72,7 @@ void bind_bucket(py::module_& m) {
           "shard_view", [](Bucket& b, std::size_t i) { return b.shard().shard_view(i); }, py::arg("slot"))
       .def("gathered_view", &Bucket::gathered_view, py::arg("slot"))
       .def("gradient_view", &Bucket::gradient_view, py::arg("slot"))
+      .def("drop_accumulated", &Bucket::drop_accumulated, py::arg("set_to_none"))
       .def("materialize", &Bucket::materialize)
       .def("retype", &Bucket::retype, py::arg("shard_dtype"), py::arg("device"))
       .def("load", &Bucket::load, py::arg("slot"), py::arg("whole"));
@@ -97,6 +98,10 @@ void bind_unit(py::module_& m) {
                                return places;
                              })
       .def_property_readonly("held", &UnitCore::held)
+      .def_property_readonly("held_explicitly", [](const UnitCore& u) { return u.holds(kHoldExplicit); })
+      .def(
+          "set_reduce_hook", [](UnitCore& u, std::function<void(at::Tensor)> hook) { u.reduce_hook = std::move(hook); },
+          py::arg("hook"))
       .def("set_leaf", &UnitCore::set_leaf, py::arg("bucket"), py::arg("slot"), py::arg("leaf"))
       .def("set_requires_grad", &UnitCore::set_requires_grad, py::arg("bucket"), py::arg("slot"), py::arg("requires_grad"))
       .def("borrow", &UnitCore::borrow, py::arg("bucket"))

@@ -33,7 +33,8 @@ bool unchanged(const py::list& rows) {
     if (PyDict_GetItemWithError(PyTuple_GET_ITEM(t, 0), PyTuple_GET_ITEM(t, 1)) != sharded) return false;
     const at::Tensor& parameter = THPVariable_Unpack(sharded);
     if (parameter.requires_grad() != tensor_at(t, 2).requires_grad()) return false;
-    if (!torch::autograd::impl::hooks(parameter).empty()) return false;
+    const bool plain = torch::autograd::impl::get_autograd_meta(parameter) == nullptr;
+    if (!plain && !torch::autograd::impl::hooks(parameter).empty()) return false;
     const auto local = py::reinterpret_steal<py::object>(PyObject_GetAttr(sharded, kLocal));
     if (!local) throw py::error_already_set();
     if (local.ptr() != PyTuple_GET_ITEM(t, 4)) return false;

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from raggedfsdp import _C
 from raggedfsdp._module import make_fsdp_module
 from raggedfsdp._optimizers import parameters_were_replaced
-from raggedfsdp._parameters import Slot, owner_of
-from raggedfsdp._state import Original, UnitState, unit_of, units_in
+from raggedfsdp._parameters import Original, Slot, owner_of
+from raggedfsdp._state import UnitState, unit_of, units_in
 from raggedfsdp.comm import comm_for
 
 ParamPolicy = Callable[[str, torch.Size], _C.Granularity]
@@ -212,6 +212,11 @@ def _collect(
         if isinstance(p, DTensor):
             raise NotImplementedError(
                 f"fully_shard: parameter '{name}' is a DTensor already ({p.placements}): not supported yet"
+            )
+        if type(p.data) is not torch.Tensor:
+            raise NotImplementedError(
+                f"fully_shard: parameter '{name}' is a {type(p.data).__name__}, a subclass of torch.Tensor whose insides "
+                "would be lost: not supported yet"
             )
     return list(own.values()), borrowed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -51,7 +51,10 @@ class FSDPModule:
         return made
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the unit's parameters and shows them until `reshard()`. With `async_op` returns a handle to wait on."""
+        """Gathers the unit's parameters and shows them until its own forward or backward reshards, or `reshard()` is called.
+
+        With `async_op` returns a handle to wait on.
+        """
         state = self._state()
         state.adopt()
         state.context.unshard(state.core)
@@ -129,9 +132,15 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reductions here are always sums, divided afterwards on the shard."""
 
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """`hook(reduced)` runs after each reduction of this unit, once per bucket: this rank's flat part of the sum over ranks.
+
+        It may change it in place, before it is divided and becomes `.grad`. With `stream` it runs on that stream.
+        """
+        self._state().set_reduce_hook(hook, stream)
+
     set_custom_all_gather = _not_yet("set_custom_all_gather")
     set_custom_reduce_scatter = _not_yet("set_custom_reduce_scatter")
-    set_all_reduce_hook = _not_yet("set_all_reduce_hook")
     set_reduce_scatter_unused_params = _not_yet("set_reduce_scatter_unused_params")
     set_reduce_scatter_max_input_buffers = _not_yet("set_reduce_scatter_max_input_buffers")
     set_separate_reduce_scatter_group = _not_yet("set_separate_reduce_scatter_group")
@@ -145,9 +154,12 @@ class FSDPModule:
         return units_in(self) if recurse else [self._state()]  # type: ignore[arg-type]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the sharded parameters, also while whole ones are shown."""
+        """Of the sharded parameters, also while whole ones are shown, and of what was accumulated without synchronisation."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
+        outside = torch._C._current_graph_task_id() == -1  # inside backward, what is accumulating belongs to it
         for state in self._states(recurse=True):
+            for bucket in state.core.buckets if outside else ():
+                bucket.drop_accumulated(set_to_none)
             for parameter in state.parameters:
                 gradient = parameter.sharded.grad
                 if gradient is not None and set_to_none:
@@ -162,8 +174,7 @@ class FSDPModule:
             state.context.reshard(state.core)
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for state in self._states(recurse=True):
-            if not any(p.sharded.is_meta for p in state.parameters):
-                state.adopt()
+            state.adopt(finished=False)
         return result
 
 

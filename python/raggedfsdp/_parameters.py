@@ -8,6 +8,7 @@ make `module.double()` and `to_empty()` fail (they swap the tensors' insides).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -80,12 +81,16 @@ class ShardedParameter:
         self.leaf.__dict__.update(self.sharded.__dict__)
         # Weak: the C++ unit keeps the leaf alive, and a cycle through C++ would never be collected.
         setattr(self.leaf, _OWNER, weakref.ref(self))
-        if self.sharded.dtype.is_floating_point and bucket.reduce_dtype != bucket.shard_dtype:
-            # bf16 shards with fp32 reduction have fp32 gradients (torch refuses them otherwise).
-            self.sharded.grad_dtype = None
+        self.allow_gradient_dtype(core)
         self.gradient = None
         ShardedParameter.changes += 1
         core.set_leaf(self.bucket, self.slot, self.leaf)
+
+    def allow_gradient_dtype(self, core: _C.UnitCore) -> None:
+        """bf16 shards with fp32 reduction have fp32 gradients, which torch refuses otherwise."""
+        bucket = core.buckets[self.bucket]
+        if self.sharded.dtype.is_floating_point and bucket.reduce_dtype != bucket.shard_dtype:
+            self.sharded.grad_dtype = None
 
     def gradient_row(self, core: _C.UnitCore) -> tuple[Any, RaggedDTensor]:
         """The sharded parameter, and the view of the gradient shard that its `.grad` becomes."""
@@ -114,3 +119,11 @@ def owner_of(parameter: nn.Parameter) -> ShardedParameter | None:
     """The sharded parameter that `parameter` is, or was turned into."""
     owner = getattr(parameter, _OWNER, None)
     return owner() if isinstance(owner, weakref.ref) else owner
+
+
+# A parameter before it is sharded: name, itself, all its slots, what no shard boundary may cut.
+Original = tuple[str, nn.Parameter, list[Slot], _C.Granularity]
+
+
+def specs_of(originals: Sequence[Original]) -> list[_C.ParameterSpec]:
+    return [_C.ParameterSpec(name, p.detach(), granularity, p.requires_grad) for name, p, _, granularity in originals]

@@ -13,21 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from raggedfsdp import _C
+from raggedfsdp._boundary import cast, through
 from raggedfsdp._optimizers import parameters_were_replaced
-from raggedfsdp._parameters import ShardedParameter, Slot, owner_of
+from raggedfsdp._parameters import Original, ShardedParameter, Slot, owner_of, specs_of
 from raggedfsdp._tree import map_tensors
 from raggedfsdp.tensor import RaggedDTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-# A parameter before it is sharded: name, itself, all its slots, what no shard boundary may cut.
-Original = tuple[str, nn.Parameter, list[Slot], _C.Granularity]
-
-
-def _specs(originals: Sequence[Original]) -> list[_C.ParameterSpec]:
-    return [_C.ParameterSpec(name, p.detach(), granularity, p.requires_grad) for name, p, _, granularity in originals]
 
 
 @dataclass
@@ -61,6 +54,7 @@ class UnitState:
         self._invocations: list[_C.Invocation] = []
         self._by_bucket: list[list[ShardedParameter]] = []
         self._rows: _Rows | None = None
+        self._reduce_hook: Callable[[torch.Tensor], None] | None = None
 
     # --- making ---
 
@@ -77,7 +71,7 @@ class UnitState:
         """Raises on every rank if this one failed, another one did, or they do not wrap the same."""
         text = "" if failure is None else str(failure) or type(failure).__name__
         dtypes = self.policy.param_dtype, self.policy.reduce_dtype
-        specs = _specs(originals)
+        specs = specs_of(originals)
         try:
             _C.agree_on_unit(self.name, comm, device, *dtypes, specs, max_buckets, collective_cost_bytes, text, more)
         except _C.UsageError:
@@ -100,7 +94,7 @@ class UnitState:
             device,
             self.policy.param_dtype,
             self.policy.reduce_dtype,
-            _specs(originals),
+            specs_of(originals),
             lambda bucket: weak()._current_gradients(bucket),  # type: ignore[union-attr]
             lambda bucket, indices: weak()._publish(bucket, indices),  # type: ignore[union-attr]
             lambda whole: weak()._show_whole(whole),  # type: ignore[union-attr]
@@ -138,7 +132,7 @@ class UnitState:
 
     def _after_load(self, module: nn.Module, *_: Any) -> None:
         # With assign=True there are new parameters: an optimiser made next must see the ones that will train.
-        self.adopt()
+        self.adopt(finished=False)
         self.force_shards()
 
     # --- slots ---
@@ -161,6 +155,13 @@ class UnitState:
         self._keep_freezing()
         self.explicit = False
         self.show_shards()
+        for parameter in self.parameters:
+            if parameter.leaf.grad is not None:
+                parameter.leaf.grad = None
+                raise _C.UsageError(
+                    f"unit '{self.name}': somebody set .grad of the whole parameter '{parameter.name}' between unshard() and "
+                    "reshard(), where it would be lost; run backward() through the unit's forward"
+                )
 
     def force_shards(self) -> None:
         self.shows_leaves = 0
@@ -209,8 +210,12 @@ class UnitState:
         parameter.leaf.requires_grad_(required)
         self.core.set_requires_grad(parameter.bucket, parameter.slot, required)
 
-    def adopt(self) -> None:
-        """Takes over what happened to the sharded parameters outside: replaced, re-made, frozen."""
+    def adopt(self, *, finished: bool = True) -> None:
+        """Takes over what happened to the sharded parameters outside: replaced, re-made, frozen.
+
+        Not `finished`: more is to come (a state dict in parts, the other modules of a unit of several), so what does not fit
+        together yet is left alone.
+        """
         if self.shows_leaves or _C.unchanged(self._fresh_rows().owned):
             return
         for parameter in self.parameters:
@@ -219,7 +224,7 @@ class UnitState:
             if current is not sharded:
                 self._adopt_replacement(parameter, current)
                 sharded = parameter.sharded
-            if sharded._local_tensor is not parameter.local:
+            if sharded._local_tensor is not parameter.local and (finished or self._fits(parameter)):
                 self._adopt_values(parameter)
             if sharded._backward_hooks:
                 raise _C.UsageError(
@@ -227,6 +232,16 @@ class UnitState:
                     "made by a reduction; use register_post_accumulate_grad_hook"
                 )
             self._set_requires_grad(parameter, sharded.requires_grad)
+
+    def _fits(self, parameter: ShardedParameter) -> bool:
+        """Whether the values can be taken over: a change of dtype or device concerns the whole bucket."""
+        local = parameter.sharded._local_tensor
+        if local.is_meta:
+            return False
+        if local.dtype == parameter.local.dtype and local.device == parameter.local.device:
+            return True
+        others = [p.sharded._local_tensor for p in self._by_bucket[parameter.bucket]]
+        return all(other.dtype == local.dtype and other.device == local.device for other in others)
 
     def _adopt_replacement(self, parameter: ShardedParameter, current: nn.Parameter | None) -> None:
         if current is None or current.shape != parameter.sharded.shape:
@@ -245,6 +260,7 @@ class UnitState:
         replacement.__dict__.update(parameter.sharded.__dict__)
         parameters_were_replaced()
         parameter.sharded = replacement
+        parameter.allow_gradient_dtype(self.core)
         ShardedParameter.changes += 1
         for slot in parameter.slots:
             slot.put(replacement)
@@ -301,8 +317,14 @@ class UnitState:
     def _show_whole(self, whole: bool) -> None:
         if whole:
             self.show_leaves()
-        else:
-            self.show_shards()
+            return
+        self.show_shards()
+        self._end_explicit_if_released()
+
+    def _end_explicit_if_released(self) -> None:
+        """The unit's own forward or backward ends an unshard(), as it ends everything else that is gathered."""
+        if self.explicit and not self.core.held_explicitly:
+            self.end_explicit()
 
     # --- forward ---
 
@@ -322,8 +344,8 @@ class UnitState:
         self._invocations.append(invocation)
         self.show_leaves()
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
-            args, kwargs = map_tensors(functools.partial(_cast, self.policy.param_dtype), (args, kwargs))
-        return _through(invocation.attach_inputs, (args, kwargs))
+            args, kwargs = map_tensors(functools.partial(cast, self.policy.param_dtype), (args, kwargs))
+        return through(invocation.attach_inputs, (args, kwargs))
 
     @torch.compiler.disable
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -332,37 +354,30 @@ class UnitState:
         invocation = self._invocations.pop()
         try:
             if self.policy.output_dtype is not None:
-                output = map_tensors(functools.partial(_cast, self.policy.output_dtype), output)
-            return _through(invocation.attach_outputs, output)
+                output = map_tensors(functools.partial(cast, self.policy.output_dtype), output)
+            return through(invocation.attach_outputs, output)
         finally:
             self.show_shards()
             self.context.leave_forward(self.core, invocation)
+            self._end_explicit_if_released()
 
     def reset(self) -> None:
         self._invocations.clear()
         self.force_shards()
 
+    def set_reduce_hook(self, hook: Callable[[torch.Tensor], None], stream: torch.Stream | None) -> None:
+        def run(reduced: torch.Tensor) -> None:
+            if stream is None:
+                return hook(reduced)
+            device = torch.get_device_module(reduced.device)
+            stream.wait_stream(device.current_stream())
+            with stream:
+                hook(reduced)
+            return device.current_stream().wait_stream(stream)
 
-def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
-
-def _through(attach: Callable[[list[torch.Tensor]], list[torch.Tensor]], value: Any) -> Any:
-    """`value` with its tensors that require grad behind one boundary node."""
-    if not torch.is_grad_enabled():
-        return value
-    tracked: dict[int, torch.Tensor] = {}
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tracked[id(tensor)] = tensor
-        return tensor
-
-    map_tensors(collect, value)
-    if not tracked:
-        return value
-    behind = dict(zip(tracked, attach(list(tracked.values())), strict=True))
-    return map_tensors(lambda t: behind.get(id(t), t), value)
+        self._reduce_hook = run
+        weak = weakref.ref(self)  # the hook may hold the model
+        self.core.set_reduce_hook(lambda reduced: weak()._reduce_hook(reduced))  # type: ignore[union-attr,misc]
 
 
 def unit_of(module: nn.Module) -> UnitState | None:

@@ -102,15 +102,15 @@ void Context::finish_later_than(Task& task, std::int64_t time) {
 
 void Context::finish(Task& task, Entered& entered) {
   entered.finished = true;
-  hide(entered);
   UnitCore& unit = *entered.unit;
   // A checkpoint's inner backward may lie inside the unit's own: that one reduces and releases.
-  if (in_outer_backward(task, unit)) return;
+  if (in_outer_backward(task, unit)) return hide(entered);
   for (std::size_t b = 0; b < unit.buckets().size(); ++b) {
     if (!unit.buckets()[b]->shared) reduce(task, unit, b);
   }
-  unit.drop_all_but(unit.reshard_after_backward ? kHoldForward | kHoldExplicit | kHoldPrefetch : ~unsigned{kHoldBackward});
   if (!unit.reshard_after_backward) unit.hold(kHoldKept);
+  unit.drop_all_but(unit.reshard_after_backward ? kHoldForward | kHoldPrefetch : ~unsigned{kHoldBackward});
+  hide(entered);
 }
 
 bool Context::in_outer_backward(const Task& inner, const UnitCore& unit) const {
@@ -173,7 +173,7 @@ void Context::complete_reductions() {
     UnitCore& unit = *done.unit;
     Bucket& bucket = *unit.buckets()[done.bucket];
     const double divide = unit.divide_factor != 0.0 ? unit.divide_factor : static_cast<double>(bucket.plan().devices);
-    bucket.finish_reduce(1.0 / divide);
+    bucket.finish_reduce(1.0 / divide, unit.reduce_hook);
     log_.add({EventKind::kPublish, unit.index(), static_cast<std::int64_t>(done.bucket)});
     std::vector<std::int64_t> indices;
     for (std::size_t i = 0; i < done.used.size(); ++i) {

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "buffer/torch_compat.h"
@@ -17,12 +18,12 @@ using torch::autograd::variable_list;
 
 class BoundaryNode : public torch::autograd::Node {
  public:
-  BoundaryNode(std::shared_ptr<Invocation> invocation, Side side) : invocation_(std::move(invocation)), side_(side) {}
-
-  ~BoundaryNode() override {
-    // The invocation may live on behind the input node, and another node at this address.
-    if (side_ == Side::kOutput) invocation_->output_node = nullptr;
+  BoundaryNode(std::shared_ptr<Invocation> invocation, Side side) : invocation_(std::move(invocation)), side_(side) {
+    nodes().push_back(this);
   }
+
+  // The invocation may live on behind other nodes, and another node at this address.
+  ~BoundaryNode() override { std::erase(nodes(), this); }
 
   variable_list apply(variable_list&& gradients) override {
     if (auto unit = invocation_->unit.lock()) {
@@ -30,7 +31,7 @@ class BoundaryNode : public torch::autograd::Node {
       in_backward(unit->host(), [&] {
         if (side_ == Side::kOutput) {
           context->enter_backward(*unit, *invocation_);
-        } else {
+        } else if (is_last_input()) {
           context->leave_backward(*unit, *invocation_);
         }
       });
@@ -41,6 +42,21 @@ class BoundaryNode : public torch::autograd::Node {
   std::string name() const override { return side_ == Side::kInput ? "RaggedUnitInput" : "RaggedUnitOutput"; }
 
  private:
+  [[nodiscard]] std::vector<Node*>& nodes() const {
+    return side_ == Side::kInput ? invocation_->input_nodes : invocation_->output_nodes;
+  }
+
+  bool is_last_input() {
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (std::exchange(invocation_->leaving_task, task) != task) invocation_->left = 0;
+    const auto* graph = torch::autograd::get_current_graph_task_nodes_in_graph();
+    std::size_t expected = 1;  // this one, which the graph may not count
+    for (Node* node : invocation_->input_nodes) expected += node != this && graph != nullptr && graph->count(node) != 0 ? 1 : 0;
+    if (++invocation_->left < expected) return false;
+    invocation_->leaving_task = -1;
+    return true;
+  }
+
   std::shared_ptr<Invocation> invocation_;
   Side side_;
 };
@@ -56,16 +72,11 @@ std::vector<at::Tensor> attach_boundary(const std::vector<at::Tensor>& tensors, 
                                         Side side) {
   std::vector<at::Tensor> result = tensors;
   if (!at::GradMode::is_enabled()) return result;
-  std::vector<at::Tensor> tracked;
-  for (const at::Tensor& t : tensors) {
-    if (t.requires_grad()) tracked.push_back(t);
-  }
-  if (tracked.empty()) return result;
-  auto node = compat::make_node<BoundaryNode>(invocation, side);
-  node->set_next_edges(torch::autograd::collect_next_edges(tracked));
-  if (side == Side::kOutput) invocation->output_node = &*node;
   for (at::Tensor& t : result) {
     if (!t.requires_grad()) continue;
+    auto node = compat::make_node<BoundaryNode>(invocation, side);
+    node->set_next_edges(torch::autograd::collect_next_edges(t));
+    invocation->made_graph = invocation->made_graph || side == Side::kOutput;
     at::Tensor behind = behind_boundary(t);
     torch::autograd::set_history(behind, node);
     if (side == Side::kInput) invocation->inputs.emplace_back(t, behind);

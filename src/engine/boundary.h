@@ -3,8 +3,9 @@
 //
 //   inputs --[input node]--> the unit's own graph --[output node]--> outputs
 //
-// In backward the output node runs before anything of the unit (gather), the input node after everything of it (reduce,
-// release): the engine runs ready nodes in descending order of creation, and these are created first and last.
+// In backward the output nodes run before anything of the unit (gather), the input nodes after everything of it (reduce,
+// release): the engine runs ready nodes in descending order of creation, and these are created first and last. Each tensor has
+// a node of its own: one for all would tie them together, and what only one of them leads to would run for the others too.
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>
@@ -29,12 +30,18 @@ struct Invocation {
   std::int64_t generation = 0;  // of the unit's buckets when they were gathered
   // Tracked inputs and their aliases, while the forward runs.
   std::vector<std::pair<at::Tensor, at::Tensor>> inputs;
-  torch::autograd::Node* output_node = nullptr;  // to ask whether a graph contains it; never dereferenced
+  // Alive, to ask which of them a graph contains; never dereferenced.
+  std::vector<torch::autograd::Node*> input_nodes;
+  std::vector<torch::autograd::Node*> output_nodes;
+  bool made_graph = false;
+  // The graph task whose input nodes run, and how many did.
+  int leaving_task = -1;
+  std::size_t left = 0;
 };
 
 enum class Side { kInput, kOutput };
 
-// Replaces every tensor that requires grad by an alias behind one node; others are returned as they are. An alias shares
+// Replaces every tensor that requires grad by an alias behind a node; others are returned as they are. An alias shares
 // memory and version counter, so in-place edits on either side stay visible to autograd's checks.
 // (torch::autograd::Function would not do: later in-place edits of its outputs raise.)
 [[nodiscard]] std::vector<at::Tensor> attach_boundary(const std::vector<at::Tensor>& tensors,

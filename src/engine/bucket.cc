@@ -126,10 +126,10 @@ void Bucket::start_reduce(CurrentGradients current, BufferPool& pool, EventLog& 
   }
   current_ = std::move(current);
   overwrite_ = std::none_of(current_.begin(), current_.end(), [](const at::Tensor& t) { return t.defined(); });
-  const bool direct = overwrite_ && gradient_shard_->options().dtype == options_.reduce_dtype();
+  reduced_directly_ = overwrite_ && gradient_shard_->options().dtype == options_.reduce_dtype();
   {
     RECORD_FUNCTION("ragged::start_reduce", {});
-    reduce_work_ = gradient_->reduce_scatter_to(direct ? gradient_shard_.get() : nullptr);
+    reduce_work_ = gradient_->reduce_scatter_to(reduced_directly_ ? gradient_shard_.get() : nullptr);
   }
   gradient_state_ = GradientState::kReducing;
   ++reductions;
@@ -144,7 +144,7 @@ void Bucket::finish_gather() {
   memory_state_ = MemoryState::kGathered;
 }
 
-void Bucket::finish_reduce(double factor) {
+void Bucket::finish_reduce(double factor, const std::function<void(const at::Tensor&)>& hook) {
   if (gradient_state_ != GradientState::kReducing) throw InternalError(options_.owner + ": no reduction to finish");
   at::NoGradGuard no_grad;
   RECORD_FUNCTION("ragged::finish_reduce", {});
@@ -153,9 +153,10 @@ void Bucket::finish_reduce(double factor) {
     reduce_work_->order_after();
   }
   reduce_work_.reset();
+  if (hook) hook(reduced_directly_ ? gradient_shard_->local() : gradient_->own_slice());
   factor /= pre_factor(options_);
   if (overwrite_) {
-    if (gradient_shard_->options().dtype != options_.reduce_dtype()) gradient_shard_->local().copy_(gradient_->own_slice());
+    if (!reduced_directly_) gradient_shard_->local().copy_(gradient_->own_slice());
     if (factor != 1.0) gradient_shard_->scale_(factor);
   } else {
     for (std::size_t i = 0; i < size(); ++i) combine(i, gradient_->shard_view(i), factor);
@@ -253,6 +254,19 @@ void Bucket::discard_gradients() {
   current_.clear();
   std::fill(used_.begin(), used_.end(), std::uint8_t{0});
   gradient_state_ = GradientState::kEmpty;
+}
+
+void Bucket::drop_accumulated(bool set_to_none) {
+  if (gradient_state_ != GradientState::kAccumulating) return;
+  if (set_to_none) {
+    discard_gradients();
+    entered = false;
+    return;
+  }
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < size(); ++i) {
+    if (used_[i] != 0) slots_[i].zero_();
+  }
 }
 
 at::Tensor Bucket::gradient_view(std::size_t i) {

@@ -9,6 +9,7 @@
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -73,9 +74,11 @@ class Bucket {
   // Gradient machine.
   void sink(std::size_t i, const at::Tensor& gradient, BufferPool& pool);
   void start_reduce(CurrentGradients current, BufferPool& pool, EventLog& log);
-  // Writes the gradient shard. `factor` multiplies the sum over ranks.
-  void finish_reduce(double factor);
+  // Writes the gradient shard. `factor` multiplies the sum over ranks; `hook`, if set, sees this rank's part of the sum first.
+  void finish_reduce(double factor, const std::function<void(const at::Tensor&)>& hook = nullptr);
   void discard_gradients();
+  // zero_grad(): what was accumulated and not reduced yet goes, or becomes zeros. Not during a reduction.
+  void drop_accumulated(bool set_to_none);
   [[nodiscard]] GradientState gradient_state() const { return gradient_state_; }
   [[nodiscard]] const std::vector<std::uint8_t>& used() const {
     return used_;
@@ -113,6 +116,7 @@ class Bucket {
   std::vector<std::uint8_t> used_;
   CurrentGradients current_;
   bool overwrite_ = false;  // no parameter has a .grad: the reduction may write the gradient shard directly
+  bool reduced_directly_ = false;  // into the gradient shard
   WorkPtr reduce_work_;
 };
 

@@ -86,7 +86,7 @@ void Context::leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& i
 void Context::release_after_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation) {
   at::NoGradGuard no_grad;
   invocation->left_at = ++clock_;
-  const bool made_graph = invocation->output_node != nullptr;
+  const bool made_graph = invocation->made_graph;
   if (made_graph) unit.remember(invocation);
   if (depth_ > 0) --depth_;
   if (unit.active_forwards > 0) --unit.active_forwards;
@@ -98,6 +98,7 @@ void Context::release_after_forward(UnitCore& unit, const std::shared_ptr<Invoca
     unit.hold(kHoldGroup);
     if (++unit.group_runs >= unit.group_size || depth_ == 0) leave_group(unit);
   }
+  if (unit.reshard_after_forward && !inside_backward()) unit.drop(kHoldExplicit);
   unit.drop(kHoldForward);
   if (depth_ > 0 || inside_backward()) return;
   for (const auto& other : units()) leave_group(*other);

@@ -31,7 +31,8 @@ class Context : public std::enable_shared_from_this<Context> {
   // --- forward, called by the language's face ---
   [[nodiscard]] std::shared_ptr<Invocation> enter_forward(UnitCore& unit, bool outermost);
   void leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation);
-  // unshard(): starts the gather; reshard(): lets go of everything but a forward or backward under way.
+  // unshard(): starts the gather and holds it until the unit's own forward or backward reshards; reshard(): lets go of everything
+  // but a forward or backward under way.
   void unshard(UnitCore& unit);
   void reshard(UnitCore& unit);
 

@@ -132,7 +132,9 @@ std::int64_t UnitCore::earliest_entry_in_graph() {
   std::int64_t earliest = std::numeric_limits<std::int64_t>::max();
   for (const auto& weak : invocations_) {
     auto invocation = weak.lock();
-    if (invocation && nodes != nullptr && nodes->count(invocation->output_node) != 0) {
+    if (!invocation || nodes == nullptr) continue;
+    const auto& outputs = invocation->output_nodes;
+    if (std::any_of(outputs.begin(), outputs.end(), [&](auto* node) { return nodes->count(node) != 0; })) {
       earliest = std::min(earliest, invocation->entered_at);
     }
   }

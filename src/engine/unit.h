@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -32,7 +33,7 @@ enum Hold : unsigned {
   kHoldForward = 1,     // inside its forward
   kHoldKept = 2,        // reshard_after_forward is off and a backward is expected
   kHoldBackward = 4,    // between its output node and its input node
-  kHoldExplicit = 8,    // unshard() without reshard()
+  kHoldExplicit = 8,    // unshard(), until its own forward or backward reshards, or reshard()
   kHoldPrefetch = 16,   // gathered ahead of its use
   kHoldRecompute = 32,  // recomputed inside a backward: its own backward follows
   kHoldGroup = 64       // between the modules of a unit of several
@@ -108,6 +109,7 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   bool unshard_in_backward = true;  // off: nothing in its backward reads its parameters (an embedding)
   bool sync_gradients = true;
   double divide_factor = 0.0;  // 0: the number of ranks
+  std::function<void(const at::Tensor&)> reduce_hook;  // sees each bucket's sum over ranks, this rank's part, undivided
 
   // Gathered when this unit is entered, instead of the unit that the order predicts.
   std::vector<std::weak_ptr<UnitCore>> forward_prefetch;

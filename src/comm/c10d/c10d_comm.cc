@@ -70,7 +70,8 @@ class GroupComm final : public comm::Backend<> {
   [[nodiscard]] std::unique_ptr<comm::torch_group::Worker> make_exchanges() const {
     const auto cpu = size() == 1 ? nullptr : cpu_backend(*group_);
     if (!cpu || cpu->getBackendName() != "gloo") return nullptr;
-    return std::make_unique<comm::torch_group::Worker>(cpu, message_tag(*group_), who_);
+    return std::make_unique<comm::torch_group::Worker>(
+        comm::torch_group::WorkerOptions{cpu, message_tag(*group_), who_, group_->getStore()});
   }
 
   GroupPtr group_;

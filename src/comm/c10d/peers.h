@@ -8,10 +8,12 @@
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace ragged::comm::torch_group {
 
 using BackendPtr = c10::intrusive_ptr<::c10d::Backend>;  // what a process group uses for one kind of device
+using StorePtr = c10::intrusive_ptr<::c10d::Store>;
 
 struct Message {
   c10::intrusive_ptr<::c10d::Work> work;  // null: nothing to wait for
@@ -38,6 +40,8 @@ class Peers {
   void wait(Message& message);
   // The wait in progress and all later ones fail.
   void interrupt();
+  // Breaks the connections to all peers: whoever waits for this rank fails at once. Ends the use of the whole group.
+  void close();
   // Whom the wait in progress is for; -1 if there is none.
   [[nodiscard]] std::int64_t awaited() const { return awaited_; }
 

@@ -43,12 +43,20 @@ std::string attempt(Shared& shared, const Operation& operation) {
     exchange(shared.peers, operation.request);
     return "";
   } catch (const std::exception& e) {
-    return describe(operation.request) + ": " + e.what();
+    const auto first = shared.notes.read();
+    return describe(operation.request) + ": " + (first.empty() ? e.what() : first);
   }
 }
 
-void work_off(Shared& shared) {
-  std::unique_lock lock(shared.mutex);
+// Tells the others why this rank will send no more.
+void spread(Shared& shared, const std::string& failure) {
+  if (shared.notes.read().empty()) {
+    shared.notes.write("rank " + std::to_string(shared.peers.rank()) + " failed first, in " + failure);
+  }
+  shared.peers.close();
+}
+
+void work_until_failure(Shared& shared, std::unique_lock<std::mutex>& lock) {
   for (;;) {
     shared.changed.wait(lock, [&] { return !shared.queue.empty() || !shared.failure.empty(); });
     if (!shared.failure.empty()) return;
@@ -68,6 +76,15 @@ void work_off(Shared& shared) {
   }
 }
 
+void work_off(Shared& shared) {
+  std::unique_lock lock(shared.mutex);
+  work_until_failure(shared, lock);
+  if (shared.destroyed) return;
+  const auto failure = shared.failure;
+  lock.unlock();
+  spread(shared, failure);
+}
+
 }  // namespace
 
 void Shared::fail(const std::string& why) {
@@ -76,8 +93,25 @@ void Shared::fail(const std::string& why) {
   changed.notify_all();
 }
 
-Worker::Worker(BackendPtr backend, int tag, std::string who)
-    : shared_(std::make_shared<Shared>(std::move(backend), tag, std::move(who))),
+std::string Notes::read() const {
+  try {
+    if (!store_ || !store_->check({key_})) return "";
+    const auto bytes = store_->get(key_);
+    return {bytes.begin(), bytes.end()};
+  } catch (const std::exception&) {
+    return "";
+  }
+}
+
+void Notes::write(const std::string& text) const {
+  try {
+    if (store_) store_->set(key_, std::vector<std::uint8_t>(text.begin(), text.end()));
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store was the dead rank's
+  }
+}
+
+Worker::Worker(WorkerOptions options)
+    : shared_(std::make_shared<Shared>(std::move(options))),
       thread_([shared = shared_] { work_off(*shared); }) {}
 
 Worker::~Worker() {
@@ -87,7 +121,8 @@ Worker::~Worker() {
   }
   {
     const std::lock_guard lock(shared_->mutex);
-    if (shared_->failure.empty()) shared_->fail("the comm was destroyed before this operation was done");
+    shared_->destroyed = shared_->failure.empty();
+    if (shared_->destroyed) shared_->fail("the comm was destroyed before this operation was done");
   }
   thread_.join();
 }
