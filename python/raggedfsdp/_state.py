@@ -6,21 +6,24 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from raggedfsdp import _C
+from raggedfsdp._adoption import adopt
 from raggedfsdp._boundary import cast, through
-from raggedfsdp._optimizers import parameters_were_replaced
 from raggedfsdp._parameters import Original, ShardedParameter, Slot, owner_of, specs_of
 from raggedfsdp._tree import map_tensors
-from raggedfsdp.tensor import RaggedDTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -52,7 +55,7 @@ class UnitState:
         self.explicit = False  # between unshard() and reshard()
         self.post_optim_event: torch.Event | None = None
         self._invocations: list[_C.Invocation] = []
-        self._by_bucket: list[list[ShardedParameter]] = []
+        self.by_bucket: list[list[ShardedParameter]] = []
         self._rows: _Rows | None = None
         self._reduce_hook: Callable[[torch.Tensor], None] | None = None
 
@@ -101,14 +104,14 @@ class UnitState:
             max_buckets,
             collective_cost_bytes,
         )
-        self._by_bucket = [[] for _ in self.core.buckets]
+        self.by_bucket = [[] for _ in self.core.buckets]
         for (name, original, slots, granularity), (bucket, slot) in zip(originals, self.core.places, strict=True):
             parameter = ShardedParameter(name, granularity, self, slots, bucket, slot)
             cut = _C.ragged_cut(self.core.buckets[bucket].plan, slot)
             parameter.build(original, self.core, self.mesh, _C.RaggedShard(cut.dims, cut.local_units))
             self.parameters.append(parameter)
-            self._by_bucket[bucket].append(parameter)
-        for members in self._by_bucket:
+            self.by_bucket[bucket].append(parameter)
+        for members in self.by_bucket:
             members.sort(key=lambda p: p.slot)
 
     def borrow(self, slot: Slot, parameter: ShardedParameter) -> None:
@@ -141,7 +144,7 @@ class UnitState:
         self.shows_leaves += 1
         if self.shows_leaves > 1:
             return
-        rows = self._fresh_rows()
+        rows = self.rows()
         _C.show(rows.slots, True)
         for slot, parameter in rows.special:
             slot.put(parameter.leaf)
@@ -168,12 +171,12 @@ class UnitState:
         if self.explicit:
             self._keep_freezing()
         self.explicit = False
-        rows = self._fresh_rows()
+        rows = self.rows()
         _C.show(rows.slots, False)
         for slot, parameter in rows.special:
             slot.put(parameter.sharded)
 
-    def _fresh_rows(self) -> _Rows:
+    def rows(self) -> _Rows:
         if self._rows is None or self._rows.changes != ShardedParameter.changes:
             slots = list(self._all_slots())
             self._rows = _Rows(
@@ -181,14 +184,14 @@ class UnitState:
                 [(s.module._parameters, s.name, p.leaf, p.sharded) for s, p in slots if s.plain],
                 [(s, p) for s, p in slots if not s.plain],
                 [(p.slots[0].module._parameters, p.slots[0].name, p.leaf, p.sharded, p.local) for p in self.parameters],
-                [[] for _ in self._by_bucket],
+                [[] for _ in self.by_bucket],
             )
         return self._rows
 
     def _gradient_rows(self, bucket: int) -> list[Any]:
-        rows = self._fresh_rows().gradients
+        rows = self.rows().gradients
         if not rows[bucket]:
-            rows[bucket] = [p.gradient_row(self.core) for p in self._by_bucket[bucket]]
+            rows[bucket] = [p.gradient_row(self.core) for p in self.by_bucket[bucket]]
         return rows[bucket]
 
     def _all_slots(self) -> Iterator[tuple[Slot, ShardedParameter]]:
@@ -200,9 +203,9 @@ class UnitState:
     def _keep_freezing(self) -> None:
         """What was frozen or unfrozen between unshard() and reshard() was said to the leaves."""
         for parameter in self.parameters:
-            self._set_requires_grad(parameter, parameter.leaf.requires_grad)
+            self.set_requires_grad(parameter, parameter.leaf.requires_grad)
 
-    def _set_requires_grad(self, parameter: ShardedParameter, required: bool) -> None:
+    def set_requires_grad(self, parameter: ShardedParameter, required: bool) -> None:
         if required is parameter.requires_grad:
             return
         parameter.requires_grad = required
@@ -211,106 +214,23 @@ class UnitState:
         self.core.set_requires_grad(parameter.bucket, parameter.slot, required)
 
     def adopt(self, *, finished: bool = True) -> None:
-        """Takes over what happened to the sharded parameters outside: replaced, re-made, frozen.
-
-        Not `finished`: more is to come (a state dict in parts, the other modules of a unit of several), so what does not fit
-        together yet is left alone.
-        """
-        if self.shows_leaves or _C.unchanged(self._fresh_rows().owned):
-            return
-        for parameter in self.parameters:
-            sharded = parameter.sharded
-            current = parameter.slots[0].get()
-            if current is not sharded:
-                self._adopt_replacement(parameter, current)
-                sharded = parameter.sharded
-            if sharded._local_tensor is not parameter.local and (finished or self._fits(parameter)):
-                self._adopt_values(parameter)
-            if sharded._backward_hooks:
-                raise _C.UsageError(
-                    f"unit '{self.name}': register_hook on parameter '{parameter.name}' would never run: its gradient is "
-                    "made by a reduction; use register_post_accumulate_grad_hook"
-                )
-            self._set_requires_grad(parameter, sharded.requires_grad)
-
-    def _fits(self, parameter: ShardedParameter) -> bool:
-        """Whether the values can be taken over: a change of dtype or device concerns the whole bucket."""
-        local = parameter.sharded._local_tensor
-        if local.is_meta:
-            return False
-        if local.dtype == parameter.local.dtype and local.device == parameter.local.device:
-            return True
-        others = [p.sharded._local_tensor for p in self._by_bucket[parameter.bucket]]
-        return all(other.dtype == local.dtype and other.device == local.device for other in others)
-
-    def _adopt_replacement(self, parameter: ShardedParameter, current: nn.Parameter | None) -> None:
-        if current is None or current.shape != parameter.sharded.shape:
-            came = "nothing" if current is None else f"a parameter of shape {tuple(current.shape)}"
-            raise _C.UsageError(
-                f"unit '{self.name}': parameter '{parameter.name}' of shape {tuple(parameter.sharded.shape)} was replaced by "
-                f"{came}; a wrapped parameter may get new values but not a new shape"
-            )
-        with torch.no_grad():
-            if isinstance(current, RaggedDTensor) and isinstance(current, nn.Parameter):
-                replacement: nn.Parameter = current
-            else:
-                layout = parameter.sharded._layout
-                local = layout.slice_of(current.detach()).to(parameter.local.dtype)
-                replacement = nn.Parameter(parameter.sharded.data.with_local(local), requires_grad=current.requires_grad)
-        replacement.__dict__.update(parameter.sharded.__dict__)
-        parameters_were_replaced()
-        parameter.sharded = replacement
-        parameter.allow_gradient_dtype(self.core)
-        ShardedParameter.changes += 1
-        for slot in parameter.slots:
-            slot.put(replacement)
-
-    def _adopt_values(self, parameter: ShardedParameter) -> None:
-        local = parameter.sharded._local_tensor
-        if local.is_meta:
-            raise _C.UsageError(
-                f"unit '{self.name}': parameter '{parameter.name}' is still on the meta device; call "
-                "model.to_empty(device=...) and initialise it before its first use"
-            )
-        if local.dtype != parameter.local.dtype or local.device != parameter.local.device:
-            self._retype(parameter.bucket, parameter)
-            return
-        self.core.buckets[parameter.bucket].materialize()
-        with torch.no_grad():
-            parameter.local.copy_(local)
-        parameter.sharded._local_tensor = parameter.local
-
-    def _retype(self, bucket: int, first: ShardedParameter) -> None:
-        """All parameters of a bucket were moved to another dtype or device: their buffers follow."""
-        locals_ = [p.sharded._local_tensor for p in self._by_bucket[bucket]]
-        dtype, device = first.sharded.dtype, first.sharded._local_tensor.device
-        for parameter, local in zip(self._by_bucket[bucket], locals_, strict=True):
-            if local.dtype != dtype or local.device != device:
-                raise _C.UsageError(
-                    f"unit '{self.name}': parameter '{first.name}' became {dtype} on {device} and '{parameter.name}', which "
-                    f"shares its buffer, {local.dtype} on {local.device}; change the whole unit, or before fully_shard"
-                )
-        self.core.buckets[bucket].retype(dtype, device)
-        self.core.buckets[bucket].materialize()
-        for parameter, local in zip(self._by_bucket[bucket], locals_, strict=True):
-            parameter.bind(self.core)
-            with torch.no_grad():
-                parameter.local.copy_(local)
-            parameter.sharded._local_tensor = parameter.local
+        """Takes over what happened to the sharded parameters outside: replaced, re-made, frozen (_adoption.py)."""
+        if not self.shows_leaves and not _C.unchanged(self.rows().owned):
+            adopt(self, finished)
 
     # --- what the C++ side asks for in backward ---
 
     def _current_gradients(self, bucket: int) -> list[torch.Tensor | None]:
-        rows = self._fresh_rows().gradients[bucket]
+        rows = self.rows().gradients[bucket]
         if rows and not _C.any_gradient(rows):
             return []
-        gradients = [p.current_gradient() for p in self._by_bucket[bucket]]
+        gradients = [p.current_gradient() for p in self.by_bucket[bucket]]
         return [] if all(g is None for g in gradients) else gradients
 
     def _publish(self, bucket: int, indices: Sequence[int] | None) -> None:
         if not _C.set_gradients(self._gradient_rows(bucket), indices):
             return
-        parameters = self._by_bucket[bucket]
+        parameters = self.by_bucket[bucket]
         for parameter in parameters if indices is None else [parameters[i] for i in indices]:
             parameter.run_gradient_hooks()
 
@@ -330,6 +250,12 @@ class UnitState:
 
     @torch.compiler.disable
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        invocation = self._outside_transforms(lambda: self._enter(module))
+        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+            args, kwargs = map_tensors(functools.partial(cast, self.policy.param_dtype), (args, kwargs))
+        return through(invocation.attach_inputs, (args, kwargs))
+
+    def _enter(self, module: nn.Module) -> _C.Invocation:
         if self.is_root and self._invocations and torch._C._current_graph_task_id() == -1:
             # A forward ended in what torch runs no hooks after (KeyboardInterrupt): its slots still show leaves.
             for state in units_in(module):
@@ -343,9 +269,7 @@ class UnitState:
         invocation = self.context.enter_forward(self.core, self.is_root)
         self._invocations.append(invocation)
         self.show_leaves()
-        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
-            args, kwargs = map_tensors(functools.partial(cast, self.policy.param_dtype), (args, kwargs))
-        return through(invocation.attach_inputs, (args, kwargs))
+        return invocation
 
     @torch.compiler.disable
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -357,9 +281,20 @@ class UnitState:
                 output = map_tensors(functools.partial(cast, self.policy.output_dtype), output)
             return through(invocation.attach_outputs, output)
         finally:
-            self.show_shards()
-            self.context.leave_forward(self.core, invocation)
-            self._end_explicit_if_released()
+            self._outside_transforms(lambda: self._leave(invocation))
+
+    def _leave(self, invocation: _C.Invocation) -> None:
+        self.show_shards()
+        self.context.leave_forward(self.core, invocation)
+        self._end_explicit_if_released()
+
+    @staticmethod
+    def _outside_transforms(fn: Callable[[], T]) -> T:
+        """Under torch.func's transforms every tensor op is theirs, and gathering parameters is no part of the function."""
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return fn()
+        with temporarily_clear_interpreter_stack():
+            return fn()
 
     def reset(self) -> None:
         self._invocations.clear()

@@ -292,7 +292,6 @@ def test_loaded_instead(world: int) -> None:
     run_ranks(_assigned, world, 60, False)
 
 
-@pytest.mark.xfail(strict=True, reason="a unit is adopted while some of its parameters are still on meta")
 def test_assigned_piece_by_piece() -> None:
     run_ranks(_assigned, 2, 60, True)
 
@@ -329,7 +328,6 @@ def test_converted_afterwards(name: str, world: int) -> None:
     run_ranks(_converted, world, 60, name, ("layers", "nested"))
 
 
-@pytest.mark.xfail(strict=True, reason="a unit of several modules is adopted when the first of them is converted")
 def test_units_of_several_modules_converted_afterwards() -> None:
     run_ranks(_converted, 2, 60, "double", ("grouped",))
 
