@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from raggedfsdp import _C
 from raggedfsdp._adoption import adopt
-from raggedfsdp._boundary import cast, through
+from raggedfsdp._boundary import cast, through, through_arguments
 from raggedfsdp._parameters import Original, ShardedParameter, Slot, owner_of, specs_of
 from raggedfsdp._tree import map_tensors
 
@@ -253,7 +253,7 @@ class UnitState:
         invocation = self._outside_transforms(lambda: self._enter(module))
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = map_tensors(functools.partial(cast, self.policy.param_dtype), (args, kwargs))
-        return through(invocation.attach_inputs, (args, kwargs))
+        return through_arguments(invocation.attach_inputs, args, kwargs)
 
     def _enter(self, module: nn.Module) -> _C.Invocation:
         if self.is_root and self._invocations and torch._C._current_graph_task_id() == -1:
