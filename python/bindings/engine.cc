@@ -105,7 +105,6 @@ void bind_unit(py::module_& m) {
       .def("set_leaf", &UnitCore::set_leaf, py::arg("bucket"), py::arg("slot"), py::arg("leaf"))
       .def("set_requires_grad", &UnitCore::set_requires_grad, py::arg("bucket"), py::arg("slot"), py::arg("requires_grad"))
       .def("borrow", &UnitCore::borrow, py::arg("bucket"))
-      .def("finish_gather", &UnitCore::finish_gather, NoGil())
       .def_readwrite("reshard_after_forward", &UnitCore::reshard_after_forward)
       .def_readwrite("reshard_after_backward", &UnitCore::reshard_after_backward)
       .def_readwrite("sync_gradients", &UnitCore::sync_gradients)
@@ -164,6 +163,7 @@ void bind_engine(py::module_& m) {
       .def("enter_forward", &Context::enter_forward, py::arg("unit"), py::arg("outermost"), NoGil())
       .def("leave_forward", &Context::leave_forward, py::arg("unit"), py::arg("invocation"), NoGil())
       .def("unshard", &Context::unshard, py::arg("unit"), NoGil())
+      .def("finish_unshard", &Context::finish_unshard, py::arg("unit"), NoGil())
       .def("reshard", &Context::reshard, py::arg("unit"), NoGil())
       .def("reset", &Context::reset, NoGil())
       .def(

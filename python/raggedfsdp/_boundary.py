@@ -16,6 +16,11 @@ def cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
 
+def moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """CPU tensors come along, as FSDP2's outermost unit does it; what lies on another device was put there on purpose."""
+    return tensor.to(device, non_blocking=True) if tensor.is_cpu else tensor
+
+
 def through(attach: Attach, value: Any) -> Any:
     """`value` with its tensors that require grad behind boundary nodes."""
     if not torch.is_grad_enabled():

@@ -20,7 +20,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         if self._state is not None:
-            self._state.core.finish_gather()
+            self._state.context.finish_unshard(self._state.core)
             self._state = None
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from raggedfsdp import _C
 from raggedfsdp._adoption import adopt
-from raggedfsdp._boundary import cast, through, through_arguments
+from raggedfsdp._boundary import cast, moved, through, through_arguments
 from raggedfsdp._parameters import Original, ShardedParameter, Slot, owner_of, specs_of
 from raggedfsdp._tree import map_tensors
 
@@ -50,6 +50,7 @@ class UnitState:
         self.is_root = True
         self.auto_reshard = False
         self.core: _C.UnitCore
+        self.device: torch.device
         self.context: _C.Context
         self.shows_leaves = 0
         self.explicit = False  # between unshard() and reshard()
@@ -90,6 +91,7 @@ class UnitState:
         max_buckets: int | None,
         collective_cost_bytes: int | None,
     ) -> None:
+        self.device = device
         weak = weakref.ref(self)  # C++ must not own us: a cycle through it would never be collected
         self.core = _C.UnitCore(
             self.name,
@@ -251,6 +253,9 @@ class UnitState:
     @torch.compiler.disable
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         invocation = self._outside_transforms(lambda: self._enter(module))
+        if self.is_root and self.device.type != "cpu":
+            move = functools.partial(moved, self.device)
+            args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = map_tensors(functools.partial(cast, self.policy.param_dtype), (args, kwargs))
         return through_arguments(invocation.attach_inputs, args, kwargs)

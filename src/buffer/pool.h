@@ -4,8 +4,8 @@
 // A request takes the smallest free block that fits without wasting more than a quarter, so units of very different sizes
 // do not share blocks; when none fits the pool grows: a unit that is needed never waits. One thread at a time.
 //
-// On devices no event is kept per block: gathers and reductions are started from the compute stream, and process groups
-// order their own streams after it, so the next writer of a block always comes after its last reader.
+// On devices no event is kept per block: gathers and reductions are started from the one compute stream (engine/stream.h), and
+// process groups order their own streams after it, so the next writer of a block always comes after its last reader.
 #include <ATen/core/TensorBody.h>
 
 #include <cstdint>

@@ -13,6 +13,8 @@
 namespace ragged {
 namespace {
 
+constexpr std::size_t kRememberedOrders = 64;
+
 void refuse_create_graph(const UnitCore& unit) {
   if (!at::GradMode::is_enabled()) return;
   throw UsageError("unit '" + unit.name() +
@@ -60,6 +62,7 @@ void Context::enter_backward(UnitCore& unit, const Invocation& invocation) {
   RECORD_FUNCTION("ragged::enter_backward", {});
   refuse_create_graph(unit);
   at::NoGradGuard no_grad;
+  const OnComputeStream on_stream(stream_);
   Task& now = task();
   finish_later_than(now, invocation.left_at);
   if (invocation.generation != unit.generation()) {
@@ -85,6 +88,7 @@ void Context::enter_backward(UnitCore& unit, const Invocation& invocation) {
 void Context::leave_backward(UnitCore& unit, const Invocation& invocation) {
   RECORD_FUNCTION("ragged::leave_backward", {});
   at::NoGradGuard no_grad;
+  const OnComputeStream on_stream(stream_);
   Task& now = task();
   finish_later_than(now, invocation.entered_at);
   for (Entered& e : now.entered) {
@@ -188,6 +192,7 @@ void Context::take_gradient(UnitCore& unit, std::size_t b, std::size_t slot, con
   RECORD_FUNCTION("ragged::take_gradient", {});
   refuse_create_graph(unit);
   at::NoGradGuard no_grad;
+  const OnComputeStream on_stream(stream_);
   task();
   Bucket& bucket = *unit.buckets()[b];
   if (bucket.gradient_state() == GradientState::kReducing) complete_reductions();
@@ -206,6 +211,7 @@ void Context::reduce_leftovers(Task& task) {
 void Context::end_task(int id) {
   RECORD_FUNCTION("ragged::end_backward", {});
   at::NoGradGuard no_grad;
+  const OnComputeStream on_stream(stream_);
   auto it = std::find_if(tasks_.begin(), tasks_.end(), [id](const Task& t) { return t.id == id; });
   if (it == tasks_.end()) return;  // reset meanwhile
   for (auto e = it->entered.rbegin(); e != it->entered.rend(); ++e) {
@@ -242,24 +248,32 @@ std::vector<std::uint8_t> Context::usage_mask() const {
 
 void Context::exchange_usage() {
   const auto& options = units().front()->options();
-  const std::uint64_t fingerprint = forward_order_.hash() * 31 + backward_order_.hash();
-  usage_.start(*options.mesh.dims[0], options.device, usage_mask(), fingerprint);
+  fingerprint_ = forward_order_.hash() * 31 + backward_order_.hash();
+  usage_.start(*options.mesh.dims[0], options.device, usage_mask(), fingerprint_);
   log_.add({EventKind::kUsage});
 }
 
 void Context::settle_usage(bool whole_backward) {
-  const bool frozen = !whole_backward || (forward_order_.settled() && backward_order_.settled());
+  // Steps may take turns between several orders: each is learnt once.
+  const bool known = agreed_.count(fingerprint_) != 0;
+  if (whole_backward && known) freeze_order();
   const bool all_used = std::all_of(completed_.begin(), completed_.end(), [](const Reduction& r) {
     return std::all_of(r.used.begin(), r.used.end(), [](std::uint8_t u) { return u != 0; });
   });
   const auto completed = std::exchange(completed_, {});
-  if (frozen && all_used) return usage_.finish();
+  if ((known || !whole_backward) && all_used) return usage_.finish();
   const UsageExchange::Result result = usage_.read();
-  if (whole_backward && result.agreed) {
-    forward_order_.freeze();
-    backward_order_.freeze();
+  if (whole_backward && result.agreed && !known) {
+    if (agreed_.size() >= kRememberedOrders) agreed_.clear();
+    agreed_.insert(fingerprint_);
+    freeze_order();
   }
   publish_late(completed, result.used);
+}
+
+void Context::freeze_order() {
+  forward_order_.freeze();
+  backward_order_.freeze();
 }
 
 // Parameters without a gradient here that have one elsewhere.

@@ -38,6 +38,8 @@ std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermos
   RECORD_FUNCTION("ragged::enter_forward", {});
   at::NoGradGuard no_grad;
   const bool recompute = inside_backward();
+  if (!recompute) stream_.follow(unit.options().device);
+  const OnComputeStream on_stream(stream_);
   if (!recompute) {
     // A step that ended in an exception left traces; nobody else can be inside a step now.
     if (!tasks_.empty() || (outermost && depth_ > 0)) reset();
@@ -85,6 +87,7 @@ void Context::leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& i
 
 void Context::release_after_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation) {
   at::NoGradGuard no_grad;
+  const OnComputeStream on_stream(stream_);
   invocation->left_at = ++clock_;
   const bool made_graph = invocation->made_graph;
   if (made_graph) unit.remember(invocation);
@@ -112,8 +115,15 @@ void Context::leave_group(UnitCore& unit) {
 
 void Context::unshard(UnitCore& unit) {
   at::NoGradGuard no_grad;
+  if (!inside_backward()) stream_.follow(unit.options().device);
+  const OnComputeStream on_stream(stream_);
   unit.hold(kHoldExplicit);
   unit.refresh();
+}
+
+void Context::finish_unshard(UnitCore& unit) {
+  const OnComputeStream on_stream(stream_);
+  unit.finish_gather();
 }
 
 void Context::reshard(UnitCore& unit) {

@@ -8,11 +8,13 @@
 #include <deque>
 #include <list>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "buffer/pool.h"
 #include "engine/event.h"
 #include "engine/gather_order.h"
+#include "engine/stream.h"
 #include "engine/unit.h"
 #include "engine/usage.h"
 
@@ -34,6 +36,7 @@ class Context : public std::enable_shared_from_this<Context> {
   // unshard(): starts the gather and holds it until the unit's own forward or backward reshards; reshard(): lets go of everything
   // but a forward or backward under way.
   void unshard(UnitCore& unit);
+  void finish_unshard(UnitCore& unit);  // the current stream waits for what unshard() started
   void reshard(UnitCore& unit);
 
   // --- backward, called by autograd ---
@@ -78,6 +81,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void complete_reductions();
   void exchange_usage();
   void settle_usage(bool whole_backward);
+  void freeze_order();
   void publish_late(const std::vector<Reduction>& completed, const std::vector<std::uint8_t>& used);
   void prefetch(const std::vector<std::weak_ptr<UnitCore>>& asked, std::int64_t guess);
   void gather_ahead(const std::shared_ptr<UnitCore>& unit);
@@ -100,6 +104,9 @@ class Context : public std::enable_shared_from_this<Context> {
   std::deque<Reduction> in_flight_;
   std::vector<Reduction> completed_;  // whose unused parameters wait for the exchange
   UsageExchange usage_;
+  std::uint64_t fingerprint_ = 0;  // of this backward's order of units
+  std::set<std::uint64_t> agreed_;  // fingerprints that all ranks had alike: the same set on every rank
+  ComputeStream stream_;
   GatherOrder forward_order_;
   GatherOrder backward_order_;
   std::vector<std::weak_ptr<UnitCore>> prefetched_;

@@ -206,7 +206,7 @@ void Unit::borrow(const at::Tensor& parameter) {
 void Unit::unshard() {
   impl_->adopt_requires_grad();
   impl_->core->context()->unshard(*impl_->core);
-  impl_->core->finish_gather();
+  impl_->core->context()->finish_unshard(*impl_->core);
 }
 
 void Unit::reshard() { impl_->core->context()->reshard(*impl_->core); }

@@ -13,7 +13,6 @@ class GatherOrder {
   void begin();                              // a new pass over the model
   std::int64_t enter(std::int64_t unit);     // records; returns the unit expected next, or -1
   [[nodiscard]] std::uint64_t hash() const;  // of what was recorded in this pass
-  [[nodiscard]] bool settled() const { return recorded_ == frozen_; }
   void freeze() { frozen_ = recorded_; }
 
  private:

@@ -30,6 +30,7 @@ class FlakyComm : public Comm {
   [[nodiscard]] std::int64_t rank() const override { return inner_->rank(); }
   [[nodiscard]] std::int64_t size() const override { return inner_->size(); }
   [[nodiscard]] std::string name() const override { return "flaky"; }
+  void label_next(CallLabel label) override { inner_->label_next(std::move(label)); }
   WorkPtr all_gather(const at::Tensor& b) override {
     return call([&] { return inner_->all_gather(b); });
   }
