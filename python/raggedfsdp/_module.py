@@ -102,7 +102,7 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Brings the whole model to rest after an exception inside a step."""
-        for state in self._states(recurse=True):
+        for state in self._state().below():
             state.reset()
         self._state().context.reset()
 
@@ -217,11 +217,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Several roots (the stages of a pipeline) share one memory pool and one order of units."""
-    states = [_unit(m, "share_comm_ctx") for m in modules]
-    context = _C.Context()
-    for root, module in zip(states, modules, strict=True):
+    roots = [_unit(m, "share_comm_ctx") for m in modules]
+    for root in roots:
         if not root.is_root:
             raise _C.UsageError(f"share_comm_ctx: unit '{root.name}' is inside another one; pass outermost modules")
-        for state in units_in(module):  # type: ignore[arg-type]
-            context.add(state.core)
-            state.context = context
+    context = _C.Context()
+    for state in dict.fromkeys(state for root in roots for state in root.below()):  # once, if several of its modules came
+        context.add(state.core)
+        state.context = context

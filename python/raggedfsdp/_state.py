@@ -116,6 +116,10 @@ class UnitState:
         for members in self.by_bucket:
             members.sort(key=lambda p: p.slot)
 
+    def below(self) -> list[UnitState]:
+        """The units of all its modules, itself among them, each once."""
+        return list(dict.fromkeys(state for module in self.modules for state in units_in(module)))
+
     def borrow(self, slot: Slot, parameter: ShardedParameter) -> None:
         """A slot of our modules holds a parameter that another unit owns."""
         self.borrowed.append((slot, parameter))
@@ -252,7 +256,7 @@ class UnitState:
 
     @torch.compiler.disable
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        invocation = self._outside_transforms(lambda: self._enter(module))
+        invocation = self._outside_transforms(self._enter)
         if self.is_root and self.device.type != "cpu":
             move = functools.partial(moved, self.device)
             args, kwargs = map_tensors(move, args), map_tensors(move, kwargs)
@@ -260,10 +264,10 @@ class UnitState:
             args, kwargs = map_tensors(functools.partial(cast, self.policy.param_dtype), (args, kwargs))
         return through_arguments(invocation.attach_inputs, args, kwargs)
 
-    def _enter(self, module: nn.Module) -> _C.Invocation:
+    def _enter(self) -> _C.Invocation:
         if self.is_root and self._invocations and torch._C._current_graph_task_id() == -1:
             # A forward ended in what torch runs no hooks after (KeyboardInterrupt): its slots still show leaves.
-            for state in units_in(module):
+            for state in self.below():
                 state.reset()
         self.adopt()
         for _, parameter in self.borrowed:

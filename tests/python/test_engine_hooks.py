@@ -10,7 +10,7 @@ from torch import nn
 
 from models_for_tests import Stack
 from parity import Twin, batch, make_integer_
-from raggedfsdp import MixedPrecisionPolicy, fully_shard
+from raggedfsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from raggedfsdp.comm import comm_for
 from ranks import run_ranks
 
@@ -121,3 +121,18 @@ def _one_output_only(which: int) -> None:
 def test_backward_of_one_output_runs_only_what_leads_to_it() -> None:
     for which in (0, 1):
         run_ranks(_one_output_only, 2, 60, which)
+
+
+def _shared_context() -> None:
+    a, b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(b[0])
+    fully_shard([a, b])
+    c: Any = fully_shard(nn.Linear(2, 2))
+    share_comm_ctx([a, b, c])
+    contexts = {id(m._ragged_unit.context) for m in (a, b, b[0], c)}
+    assert len(contexts) == 1
+    assert len(a._ragged_unit.context.units) == 3
+
+
+def test_a_shared_context_has_every_unit_once() -> None:
+    run_ranks(_shared_context, 1, 60)
