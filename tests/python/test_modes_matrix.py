@@ -104,7 +104,7 @@ def _scenarios(modes: list[Mode]) -> None:
             raise AssertionError(f"{name} in {mode}: {error}") from error
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2])
 def test_scenarios(world: int) -> None:
     run_ranks(_scenarios, world, 110, covering_modes())
 
@@ -214,7 +214,7 @@ BODIES = (_packed, _optimisers, _changed)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2])
 def test_values_and_containers(body: Any, world: int) -> None:
     run_ranks(body, world, 110, covering_modes())
 

@@ -126,8 +126,7 @@ def _orders(names: Sequence[str], length: int, reshard: bool | None) -> None:
             assert twin.context.pool_used_bytes == 0, f"after {name}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("reshard", "world"), [(True, 2), (False, 1), (False, 3)])
 def test_every_order_of_four(reshard: bool, world: int) -> None:
     run_ranks(_orders, world, 100, list(FOUR), 4, reshard)
 
