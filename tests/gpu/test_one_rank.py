@@ -98,7 +98,9 @@ def _moved_and_saved() -> None:
     model.reshard()
     with pytest.raises(RuntimeError, match="released"):
         leaf.sum()
-    model(torch.randn(4, WIDTH, device=DEVICE)).sum().backward()
+    out = model(torch.randn(4, WIDTH))  # inputs come along too
+    assert out.is_cuda
+    out.sum().backward()
     assert all(p.grad is not None and p.grad.is_cuda for p in model.parameters())
 
 

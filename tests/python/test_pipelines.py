@@ -204,3 +204,28 @@ def _pool_is_shared() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_shared_context(world: int) -> None:
     run_ranks(_pool_is_shared, world, 60)
+
+
+# --- backward split in two, as zero-bubble schedules do it ---
+
+
+def _split() -> None:
+    """The weights' half puts gradients on what the model shows: refused, where they would be lost."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    fully_shard(model, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    model.unshard()
+    x = micro_batch(0, 0, 0).requires_grad_()
+    y = model(x)
+    weights = list(model.parameters())
+    gradients, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(weights))
+    torch.testing.assert_close(gradients[0], torch.ones_like(y) @ (weights[1] @ weights[0]))
+    stage_backward_weight(iter(weights), groups)
+    with pytest.raises(UsageError, match="would be lost"):
+        model.reshard()
+
+
+def test_split_backward_is_refused() -> None:
+    run_ranks(_split, 2, 60)
