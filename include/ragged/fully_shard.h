@@ -11,8 +11,8 @@
 //   optimizer.step();
 //
 // The module's own tensors become views of gathered memory. They are whole inside the scope, in backward, and between
-// unshard() and what ends it; reading them elsewhere raises and names the unit. All ranks enter the same units in the same order.
-// One thread at a time uses the units of a context, and runs their backward.
+// unshard() and what ends it; reading them elsewhere raises and names the unit. All ranks enter the same units in the same
+// order. One thread at a time uses the units of a context, and runs their backward.
 #include <ATen/core/TensorBody.h>
 
 #include <functional>

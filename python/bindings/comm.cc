@@ -40,8 +40,7 @@ std::shared_ptr<T> closing_without_gil(std::shared_ptr<T> comm) {
 }
 
 void bind_verbs(py::class_<Comm, CommPtr>& comm) {
-  comm.def(
-      "label_next", [](Comm& c, std::string owner) { c.label_next({std::move(owner), "call"}); }, py::arg("owner"));
+  comm.def("label_next", [](Comm& c, std::string owner) { c.label_next({std::move(owner), "call"}); }, py::arg("owner"));
   comm.def(
       "all_gather", [](Comm& c, const at::Tensor& buffer) { return WorkHandle(c.all_gather(buffer)); }, py::arg("buffer"),
       NoGil());

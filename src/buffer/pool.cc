@@ -26,9 +26,7 @@ void BufferPool::reset_peak() { state_->peak_used_bytes = state_->used_bytes; }
 BufferPool::Block BufferPool::acquire(std::int64_t bytes, at::Device device) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  auto fits = [&](const at::Tensor& b) {
-    return b.device() == device && b.numel() >= bytes && b.numel() <= bytes + bytes / 4;
-  };
+  auto fits = [&](const at::Tensor& b) { return b.device() == device && b.numel() >= bytes && b.numel() <= bytes + bytes / 4; };
   auto& free = state_->free;
   auto best = free.end();
   for (auto it = free.begin(); it != free.end(); ++it) {

@@ -35,7 +35,9 @@ void gather_bytes(Comm& comm, const c10::Device& device, std::vector<char>& byte
 
 std::vector<Head> exchange_heads(Comm& comm, const c10::Device& device, const Statement& mine) {
   const auto size = static_cast<std::size_t>(comm.size());
-  Head head{.hash = std::hash<std::string>{}(mine.text), .said = 1, .failed = mine.failure.empty() ? std::uint8_t{0} : std::uint8_t{1}};
+  Head head{.hash = std::hash<std::string>{}(mine.text),
+            .said = 1,
+            .failed = mine.failure.empty() ? std::uint8_t{0} : std::uint8_t{1}};
   head.numel = static_cast<std::int64_t>(mine.failure.empty() ? mine.text.size() : mine.failure.size());
   std::vector<char> bytes(size * sizeof(Head), 0);
   std::memcpy(bytes.data() + comm.rank() * sizeof(Head), &head, sizeof(Head));
@@ -48,6 +50,7 @@ std::vector<Head> exchange_heads(Comm& comm, const c10::Device& device, const St
 std::vector<std::string> exchange_texts(Comm& comm, const c10::Device& device, const Statement& mine,
                                         const std::vector<Head>& heads) {
   std::vector<std::int64_t> counts;
+  counts.reserve(heads.size());
   for (const Head& head : heads) counts.push_back(head.numel);
   const auto spans = spans_of(counts);
   std::vector<char> bytes(static_cast<std::size_t>(spans.back().begin + spans.back().numel), 0);
@@ -55,6 +58,7 @@ std::vector<std::string> exchange_texts(Comm& comm, const c10::Device& device, c
   std::copy(own.begin(), own.end(), bytes.begin() + spans[static_cast<std::size_t>(comm.rank())].begin);
   gather_bytes(comm, device, bytes, counts);
   std::vector<std::string> texts;
+  texts.reserve(spans.size());
   for (const Span& span : spans) texts.emplace_back(bytes.data() + span.begin, static_cast<std::size_t>(span.numel));
   return texts;
 }
@@ -89,14 +93,14 @@ std::string complaint(const std::vector<Head>& heads, const std::vector<std::str
 void agree(Comm& comm, const c10::Device& device, const Statement& mine) {
   const auto heads = exchange_heads(comm, device, mine);
   const Head& own = heads[static_cast<std::size_t>(comm.rank())];
-  const bool all_well =
-      own.failed == 0 && std::all_of(heads.begin(), heads.end(), [&](const Head& h) {
-        return h.said == 0 || (h.failed == 0 && h.hash == own.hash && h.numel == own.numel);
-      });
+  const bool all_well = own.failed == 0 && std::all_of(heads.begin(), heads.end(), [&](const Head& h) {
+                          return h.said == 0 || (h.failed == 0 && h.hash == own.hash && h.numel == own.numel);
+                        });
   if (all_well) return;
   const auto texts = exchange_texts(comm, device, mine, heads);
-  const bool same_failure = std::all_of(heads.begin(), heads.end(), [](const Head& h) { return h.failed != 0 || h.said == 0; }) &&
-                            std::all_of(texts.begin(), texts.end(), [&](const auto& t) { return t.empty() || t == mine.failure; });
+  const bool same_failure =
+      std::all_of(heads.begin(), heads.end(), [](const Head& h) { return h.failed != 0 || h.said == 0; }) &&
+      std::all_of(texts.begin(), texts.end(), [&](const auto& t) { return t.empty() || t == mine.failure; });
   if (same_failure) throw UsageError(mine.failure);
   throw UsageError(mine.who + ": the ranks do not agree: " + complaint(heads, texts));
 }

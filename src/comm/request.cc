@@ -150,8 +150,9 @@ std::string describe(const Request& request) {
 }
 
 std::uint64_t hash(const Request& r) {
-  std::uint64_t h = std::hash<std::string>{}(r.label.owner) ^ (std::hash<std::string_view>{}(r.label.phase) << 1);
+  std::uint64_t h = std::hash<std::string>{}(r.label.owner);
   const auto add = [&](std::uint64_t value) { h = (h ^ value) * 1099511628211ULL; };  // FNV-1a's step
+  add(std::hash<std::string_view>{}(r.label.phase));
   add(static_cast<std::uint64_t>(r.verb));
   add(static_cast<std::uint64_t>(r.buffer.scalar_type()));
   if (r.verb != Verb::kAllToAll) add(static_cast<std::uint64_t>(r.buffer.numel()));

@@ -15,6 +15,7 @@ enum class Verb { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kAllGather
 
 [[nodiscard]] const char* verb_name(Verb verb);
 
+// NOLINTBEGIN(readability-redundant-member-init): g++ warns where a designated initialiser leaves out a member without one
 struct Request {
   Verb verb = Verb::kAllReduce;
   at::Tensor buffer{};  // of all_to_all: what is sent
@@ -25,6 +26,7 @@ struct Request {
   std::vector<std::int64_t> send_counts{};  // of all_to_all
   CallLabel label{};
 };
+// NOLINTEND(readability-redundant-member-init)
 
 struct Span {
   std::int64_t begin = 0;

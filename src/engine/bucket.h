@@ -64,7 +64,7 @@ class Bucket {
   // Memory machine. Users are units that hold the gathered copy; it is released after the last one.
   void add_user(BufferPool& pool, EventLog& log);
   void drop_user(EventLog& log);  // at rest also when the gather turns out to have failed, which it rethrows
-  void finish_gather();                             // the current stream (CPU: the host) waits; a no-op unless Gathering
+  void finish_gather();           // the current stream (CPU: the host) waits; a no-op unless Gathering
   // Gathers again, in place, if the shard changed since. Only while no graph of the old copy is pending.
   void refresh(EventLog& log);
   [[nodiscard]] MemoryState memory_state() const { return memory_state_; }
@@ -115,7 +115,7 @@ class Bucket {
   std::vector<at::Tensor> slots_;            // gradient_->view(i), made once
   std::vector<std::uint8_t> used_;
   CurrentGradients current_;
-  bool overwrite_ = false;  // no parameter has a .grad: the reduction may write the gradient shard directly
+  bool overwrite_ = false;         // no parameter has a .grad: the reduction may write the gradient shard directly
   bool reduced_directly_ = false;  // into the gradient shard
   WorkPtr reduce_work_;
 };

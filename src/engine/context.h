@@ -33,8 +33,8 @@ class Context : public std::enable_shared_from_this<Context> {
   // --- forward, called by the language's face ---
   [[nodiscard]] std::shared_ptr<Invocation> enter_forward(UnitCore& unit, bool outermost);
   void leave_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation);
-  // unshard(): starts the gather and holds it until the unit's own forward or backward reshards; reshard(): lets go of everything
-  // but a forward or backward under way.
+  // unshard(): starts the gather and holds it until the unit's own forward or backward reshards; reshard(): lets go of
+  // everything but a forward or backward under way.
   void unshard(UnitCore& unit);
   void finish_unshard(UnitCore& unit);  // the current stream waits for what unshard() started
   void reshard(UnitCore& unit);
@@ -104,7 +104,7 @@ class Context : public std::enable_shared_from_this<Context> {
   std::deque<Reduction> in_flight_;
   std::vector<Reduction> completed_;  // whose unused parameters wait for the exchange
   UsageExchange usage_;
-  std::uint64_t fingerprint_ = 0;  // of this backward's order of units
+  std::uint64_t fingerprint_ = 0;   // of this backward's order of units
   std::set<std::uint64_t> agreed_;  // fingerprints that all ranks had alike: the same set on every rank
   ComputeStream stream_;
   GatherOrder forward_order_;

@@ -35,7 +35,7 @@ OnComputeStream::OnComputeStream(const ComputeStream& compute) {
 }
 
 OnComputeStream::~OnComputeStream() {
-  if (!caller_) return;
+  if (!caller_ || !compute_) return;
   try {
     (void)c10::impl::VirtualGuardImpl(caller_->device_type()).exchangeStream(*caller_);
     wait(*caller_, *compute_);

@@ -108,7 +108,7 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   bool reshard_after_backward = true;
   bool unshard_in_backward = true;  // off: nothing in its backward reads its parameters (an embedding)
   bool sync_gradients = true;
-  double divide_factor = 0.0;  // 0: the number of ranks
+  double divide_factor = 0.0;                          // 0: the number of ranks
   std::function<void(const at::Tensor&)> reduce_hook;  // sees each bucket's sum over ranks, this rank's part, undivided
 
   // Gathered when this unit is entered, instead of the unit that the order predicts.

@@ -30,12 +30,12 @@ std::string backend_names(::c10d::ProcessGroup& group) {
 
 // Different for every comm on one group, the same on all its ranks: they make their comms in the same order.
 int message_tag(::c10d::ProcessGroup& group) {
-  constexpr int kFirst = 1 << 30;  // far from the small numbers that people choose
-  constexpr int kComms = 1 << (30 - comm::torch_group::Peers::kTagBits);
+  constexpr int kFirst = 0x40000000;  // far from the small numbers that people choose
+  constexpr int kComms = kFirst / comm::torch_group::Peers::kTags;
   const auto store = group.getStore();
   if (!store) return kFirst;
   const auto ordinal = static_cast<int>(store->add("raggedfsdp/comms/" + std::to_string(group.getRank()), 1) % kComms);
-  return kFirst + (ordinal << comm::torch_group::Peers::kTagBits);
+  return kFirst + ordinal * comm::torch_group::Peers::kTags;
 }
 
 class GroupComm final : public comm::Backend<> {

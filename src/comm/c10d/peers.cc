@@ -15,10 +15,7 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 
 }  // namespace
 
-void Peers::use_key(std::uint64_t key) {
-  key ^= key >> 40;
-  tag_ = first_tag_ | static_cast<int>((key ^ (key >> kTagBits)) & ((1U << kTagBits) - 1));
-}
+void Peers::use_key(std::uint64_t key) { tag_ = first_tag_ + static_cast<int>((key ^ (key >> 20U) ^ (key >> 40U)) % kTags); }
 
 Message Peers::send(at::Tensor tensor, std::int64_t peer) {
   if (tensor.numel() == 0) return {};
@@ -64,7 +61,7 @@ void Peers::wait(Message& message) {
 void Peers::close() {
   // gloo has no verb for it, but a wait that runs into its limit does it.
   std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-  const int peer = static_cast<int>(rank() == 0 ? 1 : 0);
+  const int peer = rank() == 0 ? 1 : 0;
   try {
     (void)backend_->recv(nothing, peer, first_tag_ - 1)->wait(std::chrono::milliseconds(1));
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): that is the point

@@ -22,9 +22,9 @@ struct Message {
 
 class Peers {
  public:
-  // `first_tag` keeps our messages apart from those of others on the same group; its last kTagBits bits are free.
+  // `first_tag` keeps our messages apart from those of others on the same group; the kTags tags from it on are ours.
   Peers(BackendPtr backend, int first_tag) : backend_(std::move(backend)), first_tag_(first_tag) {}
-  static constexpr int kTagBits = 20;
+  static constexpr int kTags = 0x100000;
 
   // Messages of calls with different keys never meet: ranks that are out of step wait for each other until the time limit,
   // instead of reading each other's data.

@@ -111,8 +111,7 @@ void Notes::write(const std::string& text) const {
 }
 
 Worker::Worker(WorkerOptions options)
-    : shared_(std::make_shared<Shared>(std::move(options))),
-      thread_([shared = shared_] { work_off(*shared); }) {}
+    : shared_(std::make_shared<Shared>(std::move(options))), thread_([shared = shared_] { work_off(*shared); }) {}
 
 Worker::~Worker() {
   if (::getpid() != owner_) {

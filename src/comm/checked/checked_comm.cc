@@ -50,6 +50,7 @@ class Checked final : public comm::Backend<> {
     const std::string mine = shortened(describe(request));
     const auto notes = exchange(mine, request.buffer.device());
     std::vector<std::string> texts;
+    texts.reserve(static_cast<std::size_t>(size()));
     for (std::int64_t r = 0; r < size(); ++r) texts.push_back(note_of(notes, r));
     // A transport that moves nothing (torch's fake process group) leaves the others' notes empty.
     const auto odd = std::find_if(texts.begin(), texts.end(), [&](const std::string& t) { return !t.empty() && t != mine; });
@@ -82,7 +83,8 @@ class Checked final : public comm::Backend<> {
       if (known == groups.end()) known = groups.insert(known, {texts[r], {}});
       known->second.push_back(r);
     }
-    std::stable_sort(groups.begin(), groups.end(), [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
+    std::stable_sort(groups.begin(), groups.end(),
+                     [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
     std::string text;
     for (const auto& [note, ranks] : groups) {
       text += ranks.size() == 1 ? "; rank " : "; ranks ";
@@ -95,7 +97,8 @@ class Checked final : public comm::Backend<> {
   // Final: ranks that are out of step stay so.
   [[noreturn]] void fail(const std::string& what) {
     failure_ = "Comm '" + name() + "', rank " + std::to_string(rank()) + " of " + std::to_string(size()) + ", call " +
-               std::to_string(calls_) + ": " + what + ". The last call that all ranks made: " + (last_.empty() ? "none" : last_);
+               std::to_string(calls_) + ": " + what +
+               ". The last call that all ranks made: " + (last_.empty() ? "none" : last_);
     throw CommError(failure_);
   }
 
