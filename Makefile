@@ -1,4 +1,4 @@
-# make train [ARGS=...] | test | test-long | build | lint | format | stubs | clean
+# make train [ARGS=...] | test | test-long | stress [ARGS=...] | build | lint | format | stubs | clean
 # Everything made lies in .venv, build*/ and python/raggedfsdp/_C*.so.
 PYTHON ?= python3
 ARGS ?=
@@ -15,7 +15,7 @@ COMPILE := cmake --build build --parallel $(JOBS)
 missing = $(shell PYTHON='$(PYTHON)' CXX='$(COMPILER)' sh tools/need.sh $(1))
 need = $(if $(call missing,$(1)),$(error $(call missing,$(1))))
 
-.PHONY: help train test test-long build build-all lint format stubs clean
+.PHONY: help train test test-long stress build build-all lint format stubs clean
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
@@ -37,6 +37,9 @@ build: .venv/run.stamp
 build-all: .venv/dev.stamp
 	@$(call need,test)$(CONFIGURE) $(ONLY_ONCE) -DRAGGED_TESTS=ON
 	@$(COMPILE)
+
+stress: build .venv/dev.stamp
+	@OMP_NUM_THREADS=1 $(PY) tests/python/stress.py $(ARGS)
 
 lint: build-all
 	@sh tools/lint.sh
