@@ -171,12 +171,13 @@ def step(twin: StressTwin, has: Has) -> None:
 def fail(twin: StressTwin, has: Has) -> None:
     if one_step(twin, has, "fail", fail=(has["node"], has["when"], has["call"])):
         return
-    twin.forget()
+    twin.zero()
     if has["then"] == "reset" or len(twin.roots()) > 1:
         for root in twin.roots():
             root.modules[0].reset_iter_state()
     elif has["then"] == "forward":
         forward(twin, has | {"mode": "no_grad"})
+        twin.rest()  # units kept for the backward of the forward that failed
     twin.broken = has["then"] == "nothing" and len(twin.roots()) == 1
 
 
@@ -257,7 +258,7 @@ def norm(twin: StressTwin, has: Has) -> None:
 
 def double(twin: StressTwin, has: Has) -> None:
     """To another dtype and back, and used in between."""
-    if twin.pending or twin.case.small:
+    if twin.pending:
         return
     twin.zero()
     for dtype, salt in ((torch.float64, 1), (torch.float32, 2)):

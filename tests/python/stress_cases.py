@@ -61,6 +61,11 @@ def _drop_what_is_not_legal(tree: Node) -> None:
             for n in (n for member in group[1:] for n in member.walk() if n.kind == "again"):
                 if n.has["of"] in [member.name for member in group]:
                     n.kind, n.has = "plain", {}
+        # What asks for a recompute depends on the layers used, and the recompute gathers units.
+        if node.checkpoint == "non-reentrant" and sum(n.name in members or n.kind == "again" for n in node.walk()) > 1:
+            for n in node.walk():
+                if n.kind == "choice":
+                    n.has["alike"] = True
         if "tied" in node.has and None in (home[node.name], home[node.has["tied"]]):
             del node.has["tied"]
 
@@ -207,7 +212,7 @@ class _Maker:
         kinds = {
             "train": 4, "forward": 1.5, "two": 2, "accumulate": 1.5, "freeze": 1.5, "unshard": 1.2, "settings": 1.2,
             "zero": 0.5, "user_gradients": 1, "state": 1.8, "step": 0.7, "fail": 1.5, "retain": 0.8, "input_gradient": 0.8,
-            "partial": 1, "hooks": 0.7, "norm": 0.3, "double": 0.2,
+            "partial": 1, "hooks": 0.7, "norm": 0.3, "double": 0 if self.small else 0.3,
         }  # fmt: skip
         kind = self.r.choices(list(kinds), list(kinds.values()))[0]
         fill = getattr(self, f"_{kind}", dict)

@@ -311,10 +311,10 @@ class Repeat(Container):
 
 
 class Choice(Container):
-    """Each rank runs the parts that its data ask for, perhaps none."""
+    """Each rank runs the parts that its data ask for, perhaps none; `alike`: all ranks the same."""
 
     def compute(self, x: torch.Tensor, plan: Plan) -> Any:
-        chance = plan.random(self.node.name, by_rank=True)
+        chance = plan.random(self.node.name, by_rank=not self.node.has.get("alike"))
         x = x * 1
         for i in chance.choices(range(len(self.parts)), k=chance.randrange(3)):
             x = self.run(i, x, plan)

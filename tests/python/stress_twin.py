@@ -196,12 +196,8 @@ class StressTwin(Twin):
     def zero(self, set_to_none: bool = True) -> None:
         for model in (self.model, self.oracle):
             model.zero_grad(set_to_none=set_to_none)
-        self.mass = {name: self.pending[name].abs().sum().item() if name in self.pending else 0.0 for name in self.mass}
-
-    def forget(self) -> None:
-        """What an exception in a step leaves: no gradients."""
         self.pending.clear()
-        self.zero()
+        self.mass = dict.fromkeys(self.mass, 0.0)
 
     def rest(self) -> None:
         for unit in self.units:
