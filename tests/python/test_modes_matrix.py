@@ -104,9 +104,9 @@ def _scenarios(modes: list[Mode]) -> None:
             raise AssertionError(f"{name} in {mode}: {error}") from error
 
 
-@pytest.mark.parametrize("world", [2])
-def test_scenarios(world: int) -> None:
-    run_ranks(_scenarios, world, 110, covering_modes())
+@pytest.mark.parametrize("part", range(3))
+def test_scenarios(part: int) -> None:
+    run_ranks(_scenarios, 2, 110, covering_modes()[part::3])
 
 
 @pytest.mark.long
@@ -214,9 +214,8 @@ BODIES = (_packed, _optimisers, _changed)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
-@pytest.mark.parametrize("world", [2])
-def test_values_and_containers(body: Any, world: int) -> None:
-    run_ranks(body, world, 110, covering_modes())
+def test_values_and_containers(body: Any) -> None:
+    run_ranks(body, 2, 110, covering_modes())
 
 
 @pytest.mark.long
