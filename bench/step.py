@@ -1,150 +1,174 @@
-"""A training step of this engine beside PyTorch's FSDP2: same model, same ranks, same backend, in one run.
+"""A training step of this engine beside FSDP2, FSDP1, DDP and DeepSpeed ZeRO-3: same model, data and backend, in one run.
 
-    python bench/step.py --ranks 2 --precision fp32
+    python bench/step.py --ranks 2 --precision fp32 [--peers fsdp2,deepspeed]
 
-Time: both models live in the same processes and take turns, step by step; the ratio is that of the medians. Memory: each engine
-trains alone in fresh processes; the ratio is that of the peaks of resident memory above the processes' size before the model
-was built. Absolute times on a shared machine mean little; the ratios are what counts.
+Time: all models live in the same processes and take turns, step by step; the order rotates; a step is as long as its slowest
+rank's; the ratio is that of the medians. Memory: each engine trains alone in fresh processes; the ratio is that of the peaks of
+resident memory above the process's size before the model was built. Before anything is measured, every engine's first losses
+must equal those of the unsharded model that sees all ranks' batches. Absolute times on a shared machine mean little; the ratios
+are what counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from transformer import Shape
+from engines import ENGINES, TITLES, Job, Trainer, missing, prepare, unsharded
+from launch import spawn
 
-ENGINES = ("raggedfsdp", "fsdp2")
-
-
-def wrap(engine: str, model: torch.nn.Module, precision: str) -> torch.nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shard: Callable[..., Any]
-    if engine == "raggedfsdp":
-        from raggedfsdp import fully_shard as shard
-    else:
-        from torch.distributed.fsdp import fully_shard as shard
-    for block in model.blocks:  # type: ignore[union-attr]
-        shard(block, mp_policy=policy)
-    shard(model, mp_policy=policy)
-    return model
+OURS = "raggedfsdp"
+CHECKED_STEPS = 4
+TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}  # relative, to the unsharded model in fp32
 
 
-class Run:
-    """One engine's model, optimiser and data on this rank."""
-
-    def __init__(self, engine: str, options: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        shape = Shape(width=options.width, layers=options.layers)
-        self.model = wrap(engine, shape.build(), options.precision)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        generator = torch.Generator().manual_seed(1 + dist.get_rank())
-        self.tokens = torch.randint(0, shape.vocabulary, (options.batch, options.sequence + 1), generator=generator)
-
-    def step(self) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        loss = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return time.perf_counter() - begin
+def unsharded_losses(job: Job) -> list[float]:
+    """Of one process that sees the batches of all ranks."""
+    trainer = unsharded(job)
+    tokens = torch.cat([job.tokens(rank) for rank in range(job.ranks)])
+    return [trainer.step(tokens).item() for _ in range(CHECKED_STEPS)]
 
 
-def resident_peak_bytes() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+def first_losses(trainer: Trainer, job: Job) -> list[float]:
+    """The means over ranks, the same on every rank."""
+    losses = torch.stack([trainer.step(job.tokens(dist.get_rank())).double() for _ in range(CHECKED_STEPS)])
+    dist.all_reduce(losses)
+    return (losses / job.ranks).tolist()
 
 
-def measure_time(options: argparse.Namespace) -> dict[str, Any]:
-    runs = {engine: Run(engine, options) for engine in ENGINES}
-    times: dict[str, list[float]] = {engine: [] for engine in ENGINES}
-    for step in range(options.warmup + options.steps):
-        # Who goes first changes, so that neither always follows the other's cache misses.
-        for engine in ENGINES if step % 2 == 0 else reversed(ENGINES):
-            seconds = runs[engine].step()
-            if step >= options.warmup:
-                times[engine].append(seconds)
-    return {engine: statistics.median(t) for engine, t in times.items()}
+def complaint(engine: str, job: Job, came: Sequence[float], expected: Sequence[float]) -> str:
+    off, allowed = off_by(came, expected), TOLERANCE[job.precision]
+    if off <= allowed:
+        return ""
+    return (
+        f"{TITLES[engine]} does not train what the others train, so nothing was measured: its first losses are {came}, the "
+        f"unsharded model's are {expected}; they differ by {off:.0e}, at most {allowed:.0e} is right"
+    )
 
 
-def measure_memory(options: argparse.Namespace, engine: str) -> int:
-    from torch.distributed.fsdp import fully_shard  # noqa: F401  (both engines pay for the imports first)
+def off_by(came: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(c - e) / abs(e) for c, e in zip(came, expected, strict=True))
 
-    import raggedfsdp  # noqa: F401
 
-    before = resident_peak_bytes()
-    run = Run(engine, options)
+def measure_time(job: Job, engines: Sequence[str], expected: Sequence[float], warmup: int, steps: int) -> dict[str, Any]:
+    trainers = {engine: ENGINES[engine](job) for engine in engines}
+    losses = {engine: first_losses(trainer, job) for engine, trainer in trainers.items()}
+    if complaints := [text for engine in engines if (text := complaint(engine, job, losses[engine], expected))]:
+        return {"complaints": complaints}
+    tokens = job.tokens(dist.get_rank())
+    times = torch.zeros(len(engines), warmup + steps, dtype=torch.float64)
+    for step in range(warmup + steps):
+        for turn in range(len(engines)):
+            # Who goes first changes, so that nobody always follows the same other's cache misses.
+            index = (turn + step) % len(engines)
+            dist.barrier()
+            begin = time.perf_counter()
+            trainers[engines[index]].step(tokens)
+            times[index, step] = time.perf_counter() - begin
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return {
+        engine: {"step_s": statistics.median(t[warmup:]), "loss_off": off_by(losses[engine], expected)}
+        for engine, t in zip(engines, times.tolist(), strict=True)
+    }
+
+
+def resident_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+def measure_memory(job: Job, engine: str) -> int:
+    prepare(engine)
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    trainer = ENGINES[engine](job)
+    tokens = job.tokens(dist.get_rank())
     # The unsharded model's own construction would hide the steps.
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")
+    Path("/proc/self/clear_refs").write_text("5")
     for _ in range(4):
-        run.step()
-    return resident_peak_bytes() - before
+        trainer.step(tokens)
+    peak = torch.tensor(resident_bytes("VmHWM") - before)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return int(peak)
 
 
-def worker(rank: int, store: str, options: argparse.Namespace, engine: str | None, result: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
-    value = measure_time(options) if engine is None else measure_memory(options, engine)
-    if rank == 0:
-        result.put(value)
-    dist.barrier()
-    dist.destroy_process_group()
+def measure(job: Job, peers: Sequence[str], warmup: int, steps: int) -> dict[str, Any]:
+    engines = [OURS, *peers]
+    expected = spawn(1, unsharded_losses, job)
+    results = spawn(job.ranks, measure_time, job, engines, expected, warmup, steps)
+    if "complaints" in results:
+        raise SystemExit("\n".join(results["complaints"]))
+    for engine in engines:
+        results[engine]["peak_bytes"] = spawn(job.ranks, measure_memory, job, engine)
+    ours = results[OURS]
+    for result in results.values():
+        result["speed_ratio"] = result["step_s"] / ours["step_s"]
+        result["memory_ratio"] = ours["peak_bytes"] / result["peak_bytes"]
+    return {"ranks": job.ranks, "precision": job.precision, "engines": results}
 
 
-def spawn(options: argparse.Namespace, engine: str | None) -> Any:
-    result = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (os.path.join(folder, "store"), options, engine, result), nprocs=options.ranks)
-    return result.get()
+def cell(result: dict[str, Any] | None) -> str:
+    return f"{result['speed_ratio']:.2f} / {result['memory_ratio']:.2f}" if result else "-"
+
+
+def show(job: Job, results: dict[str, Any], absent: Sequence[str]) -> None:
+    parameters = sum(p.numel() for p in job.build().parameters()) / 1e6
+    off = max(result["loss_off"] for result in results.values())
+    print(f"{job.ranks} ranks, {job.precision}, {parameters:.1f} M parameters, batch {job.batch} x {job.sequence} per rank")
+    print(f"losses of {CHECKED_STEPS} steps equal the unsharded model's within {off:.0e}")
+    print(f"\n{'':16} {'step ms':>8} {'our speed':>10} {'peak MB':>8} {'our memory':>11}")
+    for engine, r in results.items():
+        line = f"{TITLES[engine]:16} {1e3 * r['step_s']:8.1f} {'':10} {r['peak_bytes'] / 1e6:8.0f}"
+        if engine != OURS:
+            line = f"{TITLES[engine]:16} {1e3 * r['step_s']:8.1f} {r['speed_ratio']:8.2f} x {r['peak_bytes'] / 1e6:8.0f}"
+            line += f" {r['memory_ratio']:9.2f} x"
+        print(line)
+    for engine in absent:
+        print(f"{TITLES[engine]:16} {missing(engine)}")
+    if job.precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        print("\nThis CPU has no bf16 instructions: its bf16 matmuls are many times slower than in fp32 and hide all else.")
+    cells = [cell(results.get(engine)) for engine in ENGINES if engine != OURS]
+    print(f"\nfor docs/benchmarks.md: | {job.ranks} | {job.precision} | {' | '.join(cells)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    peers = [engine for engine in ENGINES if engine != OURS]
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--peers", help=f"of {','.join(peers)}; by default all that are installed")
+    parser.add_argument("--width", type=int, default=Job.width)
+    parser.add_argument("--layers", type=int, default=Job.layers)
+    parser.add_argument("--batch", type=int, default=Job.batch, help="sequences per rank")
+    parser.add_argument("--sequence", type=int, default=Job.sequence)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1, help=f"after the {CHECKED_STEPS} steps that are checked")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    times = spawn(options, None)
-    peaks = {engine: spawn(options, engine) for engine in ENGINES}
-    report = {
-        "ranks": options.ranks,
-        "precision": options.precision,
-        "step_ms": {engine: round(1e3 * s, 1) for engine, s in times.items()},
-        "peak_mb": {engine: round(b / 1e6) for engine, b in peaks.items()},
-        "speed_ratio": round(times["fsdp2"] / times["raggedfsdp"], 3),
-        "memory_ratio": round(peaks["raggedfsdp"] / peaks["fsdp2"], 3),
-    }
+    asked = options.peers.split(",") if options.peers else peers
+    if unknown := [peer for peer in asked if peer not in peers]:
+        parser.error(f"--peers: no peer is called {', '.join(unknown)}; there are {', '.join(peers)}")
+    absent = [peer for peer in asked if missing(peer)]
+    if options.peers and absent:
+        parser.error("; ".join(f"{TITLES[peer]}: {missing(peer)}" for peer in absent))
+    job = Job(options.ranks, options.precision, options.width, options.layers, options.batch, options.sequence)
+    report = measure(job, [peer for peer in asked if peer not in absent], options.warmup, options.steps)
     if options.json:
-        json.dump(report, sys.stdout)
+        json.dump(report, sys.stdout, indent=1)
         print()
-        return
-    print(f"{options.ranks} ranks, {options.precision}: step (ms) {report['step_ms']}, peak (MB) {report['peak_mb']}")
-    print(f"speed: {report['speed_ratio']} x FSDP2's    peak memory: {report['memory_ratio']} x FSDP2's")
+    else:
+        show(job, report["engines"], absent)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()
