@@ -134,7 +134,7 @@ def ddp(job: Job) -> Trainer:
 
 
 def deepspeed(job: Job) -> Trainer:
-    prepare("deepspeed")
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed as ds
 
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
@@ -207,12 +207,3 @@ def missing(engine: str) -> str:
     if engine != "deepspeed" or importlib.util.find_spec("deepspeed") is not None:
         return ""
     return "not installed: pip install -r requirements-bench.txt"
-
-
-def prepare(engine: str) -> None:
-    """Imports what an engine needs, so that its modules are not counted as memory of its training."""
-    if engine == "raggedfsdp":
-        import raggedfsdp  # noqa: F401
-    elif engine == "deepspeed":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed  # noqa: F401

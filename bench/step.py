@@ -3,10 +3,10 @@
     python bench/step.py --ranks 2 --precision fp32 [--peers fsdp2,deepspeed]
 
 Time: all models live in the same processes and take turns, step by step; the order rotates; a step is as long as its slowest
-rank's; the ratio is that of the medians. Memory: each engine trains alone in fresh processes; the ratio is that of the peaks of
-resident memory above the process's size before the model was built. Before anything is measured, every engine's first losses
-must equal those of the unsharded model that sees all ranks' batches. Absolute times on a shared machine mean little; the ratios
-are what counts.
+rank's; the ratio is that of the medians. CPU time is a rank's, of all its threads: other load on the machine disturbs it less.
+Memory: each engine trains alone in fresh processes; the ratio is that of the peaks of resident memory above the process's size
+before the model was built. Before anything is measured, every engine's first losses must equal those of the unsharded model
+that sees all ranks' batches. Absolute times on a shared machine mean little; the ratios are what counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engines import ENGINES, TITLES, Job, Trainer, missing, prepare, unsharded
+from engines import ENGINES, TITLES, Job, Trainer, missing, unsharded
 from launch import spawn
 
 OURS = "raggedfsdp"
@@ -66,19 +66,24 @@ def measure_time(job: Job, engines: Sequence[str], expected: Sequence[float], wa
     if complaints := [text for engine in engines if (text := complaint(engine, job, losses[engine], expected))]:
         return {"complaints": complaints}
     tokens = job.tokens(dist.get_rank())
-    times = torch.zeros(len(engines), warmup + steps, dtype=torch.float64)
+    wall, cpu = torch.zeros(2, len(engines), warmup + steps, dtype=torch.float64)
     for step in range(warmup + steps):
         for turn in range(len(engines)):
             # Who goes first changes, so that nobody always follows the same other's cache misses.
             index = (turn + step) % len(engines)
             dist.barrier()
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             trainers[engines[index]].step(tokens)
-            times[index, step] = time.perf_counter() - begin
-    dist.all_reduce(times, dist.ReduceOp.MAX)
+            wall[index, step], cpu[index, step] = time.perf_counter() - begin, time.process_time() - cpu_begin
+    dist.all_reduce(wall, dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
     return {
-        engine: {"step_s": statistics.median(t[warmup:]), "loss_off": off_by(losses[engine], expected)}
-        for engine, t in zip(engines, times.tolist(), strict=True)
+        engine: {
+            "step_s": statistics.median(wall[i, warmup:].tolist()),
+            "cpu_s": statistics.median(cpu[i, warmup:].tolist()) / job.ranks,
+            "loss_off": off_by(losses[engine], expected),
+        }
+        for i, engine in enumerate(engines)
     }
 
 
@@ -88,7 +93,9 @@ def resident_bytes(field: str) -> int:
 
 
 def measure_memory(job: Job, engine: str) -> int:
-    prepare(engine)
+    # A first model, for what an engine imports and sets up once.
+    small = Job(job.ranks, job.precision, width=64, layers=1, batch=1, sequence=8)
+    ENGINES[engine](small).step(small.tokens(dist.get_rank()))
     gc.collect()
     before = resident_bytes("VmRSS")
     trainer = ENGINES[engine](job)
@@ -126,13 +133,11 @@ def show(job: Job, results: dict[str, Any], absent: Sequence[str]) -> None:
     off = max(result["loss_off"] for result in results.values())
     print(f"{job.ranks} ranks, {job.precision}, {parameters:.1f} M parameters, batch {job.batch} x {job.sequence} per rank")
     print(f"losses of {CHECKED_STEPS} steps equal the unsharded model's within {off:.0e}")
-    print(f"\n{'':16} {'step ms':>8} {'our speed':>10} {'peak MB':>8} {'our memory':>11}")
+    print(f"\n{'':16} {'step ms':>9} {'our speed':>10} {'CPU ms':>9} {'peak MB':>9} {'our memory':>11}")
     for engine, r in results.items():
-        line = f"{TITLES[engine]:16} {1e3 * r['step_s']:8.1f} {'':10} {r['peak_bytes'] / 1e6:8.0f}"
-        if engine != OURS:
-            line = f"{TITLES[engine]:16} {1e3 * r['step_s']:8.1f} {r['speed_ratio']:8.2f} x {r['peak_bytes'] / 1e6:8.0f}"
-            line += f" {r['memory_ratio']:9.2f} x"
-        print(line)
+        speed, memory = (f"{r[key]:.2f} x" if engine != OURS else "" for key in ("speed_ratio", "memory_ratio"))
+        figures = f"{1e3 * r['step_s']:9.1f} {speed:>10} {1e3 * r['cpu_s']:9.1f} {r['peak_bytes'] / 1e6:9.0f} {memory:>11}"
+        print(f"{TITLES[engine]:16} {figures}")
     for engine in absent:
         print(f"{TITLES[engine]:16} {missing(engine)}")
     if job.precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
