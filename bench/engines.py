@@ -98,6 +98,14 @@ def raggedfsdp(job: Job) -> Trainer:
     return _shard_units(fully_shard, job)
 
 
+def raggedfsdp_debug(job: Job) -> Trainer:
+    from raggedfsdp import _C
+    from raggedfsdp.comm import wrap_comms
+
+    with wrap_comms(_C.make_checked_comm):  # what RAGGEDFSDP_DEBUG=1 does
+        return raggedfsdp(job)
+
+
 def fsdp2(job: Job) -> Trainer:
     from torch.distributed.fsdp import fully_shard
 
@@ -198,8 +206,17 @@ ENGINES: dict[str, Callable[[Job], Trainer]] = {
     "fsdp1": fsdp1,
     "ddp": ddp,
     "deepspeed": deepspeed,
+    "raggedfsdp-debug": raggedfsdp_debug,
 }
-TITLES = {"raggedfsdp": "RaggedFSDP", "fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "deepspeed": "DeepSpeed ZeRO-3"}
+TITLES = {
+    "raggedfsdp": "RaggedFSDP",
+    "fsdp2": "FSDP2",
+    "fsdp1": "FSDP1",
+    "ddp": "DDP",
+    "deepspeed": "DeepSpeed ZeRO-3",
+    "raggedfsdp-debug": "ours, debug mode",
+}
+ONLY_IF_ASKED = {"raggedfsdp-debug"}
 
 
 def missing(engine: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engines import ENGINES, TITLES, Job, Trainer, missing, unsharded
+from engines import ENGINES, ONLY_IF_ASKED, TITLES, Job, Trainer, missing, unsharded
 from launch import spawn
 
 OURS = "raggedfsdp"
@@ -142,7 +142,7 @@ def show(job: Job, results: dict[str, Any], absent: Sequence[str]) -> None:
         print(f"{TITLES[engine]:16} {missing(engine)}")
     if job.precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         print("\nThis CPU has no bf16 instructions: its bf16 matmuls are many times slower than in fp32 and hide all else.")
-    cells = [cell(results.get(engine)) for engine in ENGINES if engine != OURS]
+    cells = [cell(results.get(engine)) for engine in ENGINES if engine != OURS and engine not in ONLY_IF_ASKED]
     print(f"\nfor docs/benchmarks.md: | {job.ranks} | {job.precision} | {' | '.join(cells)} |")
 
 
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1, help=f"after the {CHECKED_STEPS} steps that are checked")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    asked = options.peers.split(",") if options.peers else peers
+    asked = options.peers.split(",") if options.peers else [peer for peer in peers if peer not in ONLY_IF_ASKED]
     if unknown := [peer for peer in asked if peer not in peers]:
         parser.error(f"--peers: no peer is called {', '.join(unknown)}; there are {', '.join(peers)}")
     absent = [peer for peer in asked if missing(peer)]
