@@ -170,6 +170,11 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # .to(), .double(), to_empty(): on the shards, and the flat buffers follow.
         for state in self._states(recurse=True):
+            if any(bucket.accumulating for bucket in state.core.buckets):
+                raise _C.UsageError(
+                    f"unit '{state.name}': gradients that were not reduced yet wait in its memory (a backward without "
+                    "synchronisation, or one that failed); run one with it, or call the model's zero_grad(), before changing it"
+                )
             state.force_shards()
             state.context.reshard(state.core)
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from models_for_tests import Stack
 from parity import Twin, batch, make_integer_
-from raggedfsdp import MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from raggedfsdp import MixedPrecisionPolicy, UsageError, fully_shard, share_comm_ctx
 from raggedfsdp.comm import comm_for
 from ranks import run_ranks
 
@@ -136,3 +137,18 @@ def _shared_context() -> None:
 
 def test_a_shared_context_has_every_unit_once() -> None:
     run_ranks(_shared_context, 1, 60)
+
+
+def _changed_while_gradients_wait() -> None:
+    model: Any = fully_shard(nn.Linear(2, 2))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(UsageError, match="not reduced yet"):
+        model.double()
+    model.zero_grad()
+    model.double()
+    assert model.weight.dtype == torch.float64
+
+
+def test_a_model_whose_gradients_wait_is_not_converted() -> None:
+    run_ranks(_changed_while_gradients_wait, 1, 60)
