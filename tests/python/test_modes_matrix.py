@@ -112,9 +112,8 @@ def test_scenarios(part: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("part", range(6))
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_scenarios_in_every_mode(world: int, part: int) -> None:
-    run_ranks(_scenarios, world, 600, all_modes()[part::6])
+def test_scenarios_in_every_mode(part: int) -> None:
+    run_ranks(_scenarios, 2, 600, all_modes()[part::6])
 
 
 # --- containers (L4) ---
@@ -221,9 +220,8 @@ def test_values_and_containers(body: Any) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.strip("_"))
-@pytest.mark.parametrize("world", [1, 3])
-def test_values_and_containers_in_every_mode(body: Any, world: int) -> None:
-    run_ranks(body, world, 600, all_modes())
+def test_values_and_containers_in_every_mode(body: Any) -> None:
+    run_ranks(body, 3, 600, all_modes())
 
 
 def test_covering() -> None:
