@@ -4,6 +4,7 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "ragged/error.h"
@@ -94,18 +95,30 @@ void Context::release_after_forward(UnitCore& unit, const std::shared_ptr<Invoca
   if (depth_ > 0) --depth_;
   if (unit.active_forwards > 0) --unit.active_forwards;
   if (unit.active_forwards > 0) return;
-  if (!unit.reshard_after_forward && made_graph) unit.hold(kHoldKept);
+  if (!unit.reshard_after_forward && made_graph && !backward_is_over(unit)) unit.hold(kHoldKept);
   if (inside_backward()) {
     if (!unit.holds(kHoldBackward)) keep_recomputed(&unit);
-  } else if (unit.group_size > 1) {
-    unit.hold(kHoldGroup);
-    if (++unit.group_runs >= unit.group_size || depth_ == 0) leave_group(unit);
+  } else {
+    if (unit.reshard_after_forward) unit.drop(kHoldExplicit);
+    if (unit.group_size > 1) keep_group(unit);
   }
-  if (unit.reshard_after_forward && !inside_backward()) unit.drop(kHoldExplicit);
   unit.drop(kHoldForward);
   if (depth_ > 0 || inside_backward()) return;
   for (const auto& other : units()) leave_group(*other);
   drop_prefetched();
+}
+
+// A recompute may run a unit once more whose own backward has been: no other one follows.
+bool Context::backward_is_over(const UnitCore& unit) const {
+  return std::any_of(tasks_.begin(), tasks_.end(), [&](const Task& t) {
+    return std::any_of(t.entered.begin(), t.entered.end(),
+                       [&](const Entered& e) { return e.unit.get() == &unit && e.finished; });
+  });
+}
+
+void Context::keep_group(UnitCore& unit) {
+  unit.hold(kHoldGroup);
+  if (++unit.group_runs >= unit.group_size || depth_ == 0) leave_group(unit);
 }
 
 void Context::leave_group(UnitCore& unit) {

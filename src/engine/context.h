@@ -89,6 +89,8 @@ class Context : public std::enable_shared_from_this<Context> {
   static void let_go(UnitCore& unit, unsigned reasons_kept);
   void drop_prefetched();
   void arrived(UnitCore& unit);
+  [[nodiscard]] bool backward_is_over(const UnitCore& unit) const;
+  void keep_group(UnitCore& unit);
   void leave_group(UnitCore& unit);
   void release_after_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation);
   void keep_recomputed(UnitCore* unit);

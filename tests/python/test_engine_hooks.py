@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from models_for_tests import Stack
 from parity import Twin, batch, make_integer_
@@ -152,3 +153,35 @@ def _changed_while_gradients_wait() -> None:
 
 def test_a_model_whose_gradients_wait_is_not_converted() -> None:
     run_ranks(_changed_while_gradients_wait, 1, 60)
+
+
+class Recomputed(nn.Module):
+    """The backward of `second` asks for no saved tensor, so it is over when `first` has all three recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.weight.requires_grad_(False)
+        make_integer_(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def kept(fn: Any, t: torch.Tensor) -> Any:
+            return checkpoint(fn, t, use_reentrant=False)
+
+        return kept(lambda t: kept(self.first, t) + kept(self.second, t) + kept(torch.abs, t), x)
+
+
+def _recomputed_after_its_backward() -> None:
+    def shard(model: Any) -> None:
+        fully_shard(model.first)
+        fully_shard(model.second, reshard_after_forward=False)
+        fully_shard(model)
+
+    twin = Twin(Recomputed, shard)
+    for step in range(2):
+        twin.backward(sum_loss, lambda rank, step=step: batch(step, rank, 2, 2))
+        twin.check()
+
+
+def test_a_recompute_after_a_units_backward_leaves_it_at_rest() -> None:
+    run_ranks(_recomputed_after_its_backward, 2, 60)
