@@ -20,16 +20,22 @@ from stress_twin import StressTwin, TooLarge
 CASE_LIMIT_S = 90  # well above the process group's own limit, so that a collective that never comes is named first
 
 
+def note(progress: Path, text: str) -> None:
+    new = progress.with_suffix(".new")
+    new.write_text(text)
+    new.replace(progress)  # a rank may be killed at any time
+
+
 def run_case(case: Case, progress: Path) -> str:
     """On every rank. How the case ended: "done", or "cut" where numbers grew too large; failures raise."""
-    progress.write_text(f"{case.seed}\nbuilding")
+    note(progress, f"{case.seed}\nbuilding")
     with open(f"{progress}.trace", "w") as trace:
         faulthandler.enable(trace)
         faulthandler.dump_traceback_later(CASE_LIMIT_S, file=trace)
         try:
             twin = StressTwin(case)
             for i, action in enumerate(case.actions):
-                progress.write_text(f"{case.seed}\naction {i}: {action}")
+                note(progress, f"{case.seed}\naction {i}: {action}")
                 perform(twin, action.kind, action.has)
         except TooLarge:
             return "cut"

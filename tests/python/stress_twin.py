@@ -87,7 +87,8 @@ class StressTwin(Twin):
     def adopt_oracle(self) -> None:
         for name, q in self.oracle.named_parameters():
             self.mass.setdefault(name, 0.0)
-            q.grad_dtype = None
+            if self.owners[name] is not None:
+                q.grad_dtype = None
 
     @property
     def sharded_names(self) -> list[str]:
