@@ -166,6 +166,7 @@ void bind_engine(py::module_& m) {
       .def("finish_unshard", &Context::finish_unshard, py::arg("unit"), NoGil())
       .def("reshard", &Context::reshard, py::arg("unit"), NoGil())
       .def("reset", &Context::reset, NoGil())
+      .def("recover", &Context::recover, NoGil())
       .def(
           "set_poison", [](Context& c, bool on) { c.pool().set_poison(on); }, py::arg("on"))
       .def_property_readonly("steps", &Context::steps)

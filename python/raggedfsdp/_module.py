@@ -170,6 +170,7 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # .to(), .double(), to_empty(): on the shards, and the flat buffers follow.
         for state in self._states(recurse=True):
+            state.context.recover()
             if any(bucket.accumulating for bucket in state.core.buckets):
                 raise _C.UsageError(
                     f"unit '{state.name}': gradients that were not reduced yet wait in its memory (a backward without "

@@ -181,6 +181,10 @@ void Context::keep_recomputed(UnitCore* unit) {
   if (last && last.get() != unit) last->drop(kHoldRecompute);
 }
 
+void Context::recover() {
+  if (!tasks_.empty() && !inside_backward()) reset();
+}
+
 void Context::reset() {
   log_.add({EventKind::kReset});
   for (Task& task : tasks_) {

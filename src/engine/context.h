@@ -47,6 +47,8 @@ class Context : public std::enable_shared_from_this<Context> {
   // Brings everything to rest after an exception inside a step: gathered memory is released, gradients not yet reduced are
   // dropped, as are those accumulated without synchronisation.
   void reset();
+  // Does so if a backward ended in an exception.
+  void recover();
 
  private:
   struct Entered {
