@@ -217,9 +217,8 @@ def _no_growth() -> None:
             twin.traffic.clear()
     (pool, tensors, objects, resident), later = marks
     assert later[0] == pool
-    assert later[1] <= tensors, (
-        f"{later[1]} tensors after 200 steps, {tensors} after 10"
-    )  # what earlier tests left may still go
+    # What earlier tests left may still go.
+    assert later[1] <= tensors, f"{later[1]} tensors after 200 steps, {tensors} after 10"
     assert later[2] <= objects + 50
     assert later[3] <= resident + (4 << 20)
     twin.check_rest()
