@@ -18,6 +18,7 @@ import torch.distributed as dist
 from models_for_tests import WIDTH, Stack, weighted_loss
 from parity import Twin, batch
 from raggedfsdp import CommError, full_state_dict, fully_shard
+from raggedfsdp._C import make_process_group_comm
 from raggedfsdp._state import units_in
 from ranks import GROUP_TIMEOUT_S, run_ranks
 
@@ -246,6 +247,26 @@ def test_a_rank_that_dies_at_any_moment(seed: int) -> None:
     world = 2 + seed % 3
     seconds, victim = random.Random(seed).uniform(0.05, 0.5), seed % world
     expect_named(run_ranks(_at_any_moment, world, 60, seconds, victim, dying=[victim]), victim)
+
+
+# --- of those who wait for each other, and not for the dead ---
+
+
+def _in_a_row() -> str:
+    """Rank 1 fails by rank 0's death and closes its connections, of which one is broken already; the rest wait for rank 1 only."""
+    group = dist.group.WORLD
+    assert group is not None
+    comm = make_process_group_comm(group.group_name)
+    comm.all_reduce(torch.ones(1)).order_after()
+    if comm.rank == 0:
+        die()
+    if comm.rank == 1:
+        return survive(lambda: comm.all_reduce(torch.ones(1)).order_after(), None)
+    return survive(lambda: comm.broadcast(torch.ones(1), root=1).order_after(), None)
+
+
+def test_word_of_a_death_reaches_those_who_wait_for_others() -> None:
+    expect_named(run_ranks(_in_a_row, 4, 60, dying=[0]), 0)
 
 
 # --- slow ranks ---

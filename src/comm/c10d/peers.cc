@@ -59,12 +59,15 @@ void Peers::wait(Message& message) {
 }
 
 void Peers::close() {
-  // gloo has no verb for it, but a wait that runs into its limit does it.
-  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-  const int peer = rank() == 0 ? 1 : 0;
-  try {
-    (void)backend_->recv(nothing, peer, first_tag_ - 1)->wait(std::chrono::milliseconds(1));
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): that is the point
+  // gloo has no verb for it, but a wait that runs into its limit closes every connection. One for a message from a rank whose
+  // connection is broken already fails before it gets that far, hence each peer in turn.
+  for (std::int64_t peer = 0; peer < size(); ++peer) {
+    if (peer == rank()) continue;
+    std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+    try {
+      (void)backend_->recv(nothing, static_cast<int>(peer), first_tag_ - 1)->wait(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): that is the point
+    }
   }
 }
 
