@@ -97,6 +97,20 @@ void bind_unit(py::module_& m) {
                                for (const auto& p : u.places()) places.emplace_back(p.bucket, p.slot);
                                return places;
                              })
+      .def_property_readonly("context", &UnitCore::context)
+      .def(
+          "enter_forward", [](UnitCore& u, bool outermost) { return u.context()->enter_forward(u, outermost); },
+          py::arg("outermost"), NoGil())
+      .def(
+          "leave_forward",
+          [](UnitCore& u, const std::shared_ptr<Invocation>& invocation) { u.context()->leave_forward(u, invocation); },
+          py::arg("invocation"), NoGil())
+      .def(
+          "unshard", [](UnitCore& u) { u.context()->unshard(u); }, NoGil())
+      .def(
+          "finish_unshard", [](UnitCore& u) { u.context()->finish_unshard(u); }, NoGil())
+      .def(
+          "reshard", [](UnitCore& u) { u.context()->reshard(u); }, NoGil())
       .def_property_readonly("held", &UnitCore::held)
       .def_property_readonly("held_explicitly", [](const UnitCore& u) { return u.holds(kHoldExplicit); })
       .def(
@@ -160,11 +174,6 @@ void bind_engine(py::module_& m) {
       .def(py::init<>())
       .def("add", &Context::add, py::arg("unit"))
       .def_property_readonly("units", &Context::units)
-      .def("enter_forward", &Context::enter_forward, py::arg("unit"), py::arg("outermost"), NoGil())
-      .def("leave_forward", &Context::leave_forward, py::arg("unit"), py::arg("invocation"), NoGil())
-      .def("unshard", &Context::unshard, py::arg("unit"), NoGil())
-      .def("finish_unshard", &Context::finish_unshard, py::arg("unit"), NoGil())
-      .def("reshard", &Context::reshard, py::arg("unit"), NoGil())
       .def("reset", &Context::reset, NoGil())
       .def("recover", &Context::recover, NoGil())
       .def(

@@ -74,6 +74,7 @@ def fully_shard(
         if dp_mesh_dims is not None:
             raise NotImplementedError("fully_shard: dp_mesh_dims is not supported yet: parameters must be plain tensors")
         own, borrowed = _collect(modules, ignored_params or set())
+        _check_at_rest([*_units_below(modules), *(parameter.unit for _, parameter in borrowed)])
         ask = functools.partial(_granularity, orig_param_policy, shard_placement_fn)
         originals = [(name, p, slots, ask(name, p)) for name, p, slots in own]
     except Exception as error:  # also what a policy of the user's raised: no rank may raise alone
@@ -123,6 +124,12 @@ def _check_arguments(modules: list[nn.Module], reshard: Any, placement_fn: Any, 
         raise NotImplementedError(
             "fully_shard: CPUOffloadPolicy is not supported: shards, gathers and reductions live on the mesh's device"
         )
+
+
+def _check_at_rest(units: list[UnitState]) -> None:
+    for unit in units:
+        if unit.core.held:
+            raise _C.UsageError(f"fully_shard: unit '{unit.name}' is unsharded; call reshard() on it before wrapping a parent")
 
 
 def _check_types(mesh: Any, policy: Any) -> None:
@@ -229,15 +236,22 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
                     m._buffers[name] = buffer.to(device)
 
 
+def _units_below(modules: list[nn.Module]) -> list[UnitState]:
+    return list(dict.fromkeys(unit for m in modules for unit in units_in(m)))
+
+
 def _join(state: UnitState, modules: list[nn.Module]) -> None:
-    """One context for this unit and all units below it; this one is the outermost now."""
-    below = [u for m in modules for u in units_in(m) if u is not state]
+    """One context for this unit, all units below it, those it shares parameters with and those that they share one with.
+
+    This one is the outermost now.
+    """
+    below = [unit for unit in _units_below(modules) if unit is not state]
+    related = [*below, *(parameter.unit for _, parameter in state.borrowed)]
+    together = [core for unit in related for core in unit.context.units]
     context = _C.Context()
+    for core in dict.fromkeys([*(unit.core for unit in below), state.core, *together]):
+        context.add(core)
     for unit in [*below, state]:
-        if unit is not state and unit.core.held:
-            raise _C.UsageError(f"fully_shard: unit '{unit.name}' is unsharded; call reshard() on it before wrapping a parent")
-        context.add(unit.core)
-        unit.context = context
         unit.is_root = unit is state
         if unit.auto_reshard:
             unit.core.reshard_after_forward = unit is not state

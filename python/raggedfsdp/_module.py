@@ -20,7 +20,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         if self._state is not None:
-            self._state.context.finish_unshard(self._state.core)
+            self._state.core.finish_unshard()
             self._state = None
 
 
@@ -57,7 +57,7 @@ class FSDPModule:
         """
         state = self._state()
         state.adopt()
-        state.context.unshard(state.core)
+        state.core.unshard()
         if not state.explicit:
             state.explicit = True
             state.show_leaves()
@@ -72,7 +72,7 @@ class FSDPModule:
         state = self._state()
         if state.explicit:
             state.end_explicit()
-        state.context.reshard(state.core)
+        state.core.reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Without synchronisation gradients accumulate unreduced until a backward with it."""
@@ -177,7 +177,7 @@ class FSDPModule:
                     "synchronisation, or one that failed); run one with it, or call the model's zero_grad(), before changing it"
                 )
             state.force_shards()
-            state.context.reshard(state.core)
+            state.core.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for state in self._states(recurse=True):
             state.adopt(finished=False)
@@ -230,4 +230,3 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     context = _C.Context()
     for state in dict.fromkeys(state for root in roots for state in root.below()):  # once, if several of its modules came
         context.add(state.core)
-        state.context = context

@@ -51,7 +51,6 @@ class UnitState:
         self.auto_reshard = False
         self.core: _C.UnitCore
         self.device: torch.device
-        self.context: _C.Context
         self.shows_leaves = 0
         self.explicit = False  # between unshard() and reshard()
         self.post_optim_event: torch.Event | None = None
@@ -59,6 +58,10 @@ class UnitState:
         self.by_bucket: list[list[ShardedParameter]] = []
         self._rows: _Rows | None = None
         self._reduce_hook: Callable[[torch.Tensor], None] | None = None
+
+    @property
+    def context(self) -> _C.Context:
+        return self.core.context
 
     # --- making ---
 
@@ -275,7 +278,7 @@ class UnitState:
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
             self.post_optim_event = None
-        invocation = self.context.enter_forward(self.core, self.is_root)
+        invocation = self.core.enter_forward(self.is_root)
         self._invocations.append(invocation)
         self.show_leaves()
         return invocation
@@ -294,7 +297,7 @@ class UnitState:
 
     def _leave(self, invocation: _C.Invocation) -> None:
         self.show_shards()
-        self.context.leave_forward(self.core, invocation)
+        self.core.leave_forward(invocation)
         self._end_explicit_if_released()
 
     @staticmethod

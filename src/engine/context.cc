@@ -41,7 +41,9 @@ std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermos
   const bool recompute = inside_backward();
   if (!recompute) stream_.follow(unit.options().device);
   const OnComputeStream on_stream(stream_);
-  if (!recompute) {
+  if (recompute) {
+    (void)task();  // what is gathered here is let go at its end, also if nothing of this context's own runs in it
+  } else {
     // A step that ended in an exception left traces; nobody else can be inside a step now.
     if (!tasks_.empty() || (outermost && depth_ > 0)) reset();
     if (depth_ == 0) forward_order_.begin();

@@ -102,7 +102,7 @@ def sum_loss(model: nn.Module, x: Any) -> torch.Tensor:
     return model(x).sum()
 
 
-def weighted_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def weighted_loss(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Unlike a plain sum, tells the outputs apart."""
     y = model(x)
     weights = torch.arange(y.numel(), device=y.device).remainder(3).sub(1).to(y.dtype)

@@ -157,3 +157,64 @@ def _frozen(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_units_in_segments(kind: str) -> None:
     run_ranks(_frozen, 2, 60, kind)
+
+
+def _nothing_else_in_backward() -> None:
+    """The only unit is recomputed, and no node of it runs: who lets go of it?"""
+    torch.manual_seed(1)
+    model = Segments("non-reentrant", "01")
+    model.blocks[0].requires_grad_(False)
+    fully_shard(model.blocks[0])
+    for _ in range(2):
+        models.weighted_loss(model, batch(1, 0, 2, WIDTH)).backward()
+        unit = model.blocks[0]._ragged_unit
+        assert not unit.core.held
+        assert unit.context.pool_used_bytes == 0
+
+
+def test_a_frozen_unit_recomputed_by_others_is_released() -> None:
+    run_ranks(_nothing_else_in_backward, 2, 60)
+
+
+class Optional(nn.Module):
+    def __init__(self, kind: str, linear: nn.Linear) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        return maybe_checkpoint(self.kind, self.linear, x) if use else x * 1
+
+
+class TiedApart(nn.Module):
+    """Two units without a common root share a parameter, and not every rank uses it in the second."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        second = nn.Linear(WIDTH, WIDTH)
+        second.weight = self.first.weight
+        self.second = Optional(kind, second)
+        models.make_integer_(self)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        return self.second(self.first(x), use)
+
+
+def _tied_apart(kind: str) -> None:
+    def shard(model: Any) -> None:
+        fully_shard(model.first)
+        fully_shard(model.second)
+        assert model.first._ragged_unit.context is model.second._ragged_unit.context
+
+    def loss_of(model: nn.Module, given: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        x, use = given
+        return models.weighted_loss(lambda x: model(x, use), x)
+
+    twin = Twin(lambda: TiedApart(kind), shard)
+    twin.train(loss_of, lambda step, rank: (batch(step, rank, 2, WIDTH).requires_grad_(), (rank + step) % 2 == 0), steps=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_units_without_a_common_root_share_a_parameter(kind: str) -> None:
+    run_ranks(_tied_apart, 2, 60, kind)

@@ -131,7 +131,7 @@ def _shared_context() -> None:
     fully_shard([a, b])
     c: Any = fully_shard(nn.Linear(2, 2))
     share_comm_ctx([a, b, c])
-    contexts = {id(m._ragged_unit.context) for m in (a, b, b[0], c)}
+    contexts = {m._ragged_unit.context for m in (a, b, b[0], c)}
     assert len(contexts) == 1
     assert len(a._ragged_unit.context.units) == 3
 

@@ -163,7 +163,7 @@ def whole_backward(model: nn.Module, step: int, rank: int, micro: int) -> None:
 def _interleaved(shared: bool) -> None:
     for reshard, schedule, marks in itertools.product((True, False), INTERLEAVED.values(), MARKS[:3]):
         twin = Twin(Stages, shard_stages(shared, reshard))
-        contexts = {id(unit.context) for unit in twin.units}
+        contexts = {unit.context for unit in twin.units}
         assert len(contexts) == (1 if shared else 2)
         for step in range(2):
             run_interleaved(twin, schedule, marks, step)
@@ -186,7 +186,7 @@ def _pool_is_shared() -> None:
         for step in range(3):
             run_interleaved(twin, INTERLEAVED["breadth first"], "none", step)
             twin.model.zero_grad()
-        pools = {id(unit.context): unit.context.pool_reserved_bytes for unit in twin.units}
+        pools = {context: context.pool_reserved_bytes for context in (unit.context for unit in twin.units)}
         reserved[shared] = sum(pools.values())
     assert reserved[True] < reserved[False]
     with pytest.raises(UsageError, match="outermost"):
