@@ -253,10 +253,8 @@ def test_a_rank_that_dies_at_any_moment(seed: int) -> None:
 
 
 def _in_a_row() -> str:
-    """Rank 1 fails by rank 0's death and closes its connections, of which one is broken already; the rest wait for rank 1 only."""
-    group = dist.group.WORLD
-    assert group is not None
-    comm = make_process_group_comm(group.group_name)
+    """Rank 1 fails by rank 0's death and closes its connections, one of them broken already; the rest wait for rank 1 only."""
+    comm = make_process_group_comm(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     comm.all_reduce(torch.ones(1)).order_after()
     if comm.rank == 0:
         die()
@@ -267,6 +265,27 @@ def _in_a_row() -> str:
 
 def test_word_of_a_death_reaches_those_who_wait_for_others() -> None:
     expect_named(run_ranks(_in_a_row, 4, 60, dying=[0]), 0)
+
+
+def _with_its_store() -> str:
+    """Rank 0 takes the group's store along, as it does where init_process_group was given tcp:// or MASTER_ADDR."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True) if dist.get_rank() == 0 else None
+    port: list[Any] = [host.port if host else None]
+    dist.broadcast_object_list(port)
+    store = host or dist.TCPStore("127.0.0.1", port[0])
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    del host, store
+    return _in_a_row()
+
+
+def test_a_rank_that_takes_the_store_along() -> None:
+    said = run_ranks(_with_its_store, 3, 60, dying=[0])
+    assert "late" not in said[1] + said[2]
+    assert "rank 0 is gone" in said[1]
+    assert "rank 0 is gone" in said[2] or "rank 1 is gone" in said[2]
+    assert "store is gone too" in said[2]
 
 
 # --- slow ranks ---

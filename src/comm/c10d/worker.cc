@@ -1,7 +1,5 @@
 #include "comm/c10d/worker.h"
 
-#include <optional>
-
 #include "comm/c10d/exchange.h"
 #include "ragged/error.h"
 
@@ -44,13 +42,15 @@ std::string attempt(Shared& shared, const Operation& operation) {
     return "";
   } catch (const std::exception& e) {
     const auto first = shared.notes.read();
-    return describe(operation.request) + ": " + (first.empty() ? e.what() : first);
+    const std::string lost = "; the group's store is gone too: the rank that hosts it, often rank 0, may have failed first";
+    return describe(operation.request) + ": " + (!first ? e.what() + lost : first->empty() ? e.what() : *first);
   }
 }
 
 // Tells the others why this rank will send no more.
 void spread(Shared& shared, const std::string& failure) {
-  if (shared.notes.read().empty()) {
+  const auto first = shared.notes.read();
+  if (first && first->empty()) {
     shared.notes.write("rank " + std::to_string(shared.peers.rank()) + " failed first, in " + failure);
   }
   shared.peers.close();
@@ -93,13 +93,13 @@ void Shared::fail(const std::string& why) {
   changed.notify_all();
 }
 
-std::string Notes::read() const {
+std::optional<std::string> Notes::read() const {
   try {
     if (!store_ || !store_->check({key_})) return "";
     const auto bytes = store_->get(key_);
-    return {bytes.begin(), bytes.end()};
+    return std::string(bytes.begin(), bytes.end());
   } catch (const std::exception&) {
-    return "";
+    return std::nullopt;
   }
 }
 

@@ -11,6 +11,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -29,8 +30,8 @@ struct Operation {
 class Notes {
  public:
   Notes(StorePtr store, std::string key) : store_(std::move(store)), key_(std::move(key)) {}
-  // What the first rank that failed said; empty if none did or the store is gone too.
-  [[nodiscard]] std::string read() const;
+  // What the first rank that failed said; empty if none did, nothing if the store cannot be reached.
+  [[nodiscard]] std::optional<std::string> read() const;
   void write(const std::string& text) const;
 
  private:
