@@ -229,20 +229,22 @@ void Context::end_task(int id) {
   drop_prefetched();
 }
 
+// One byte per parameter of all units, in their order.
 std::vector<std::uint8_t> Context::usage_mask() const {
-  std::vector<std::uint8_t> mask;
+  std::size_t size = 0;
   for (const auto& unit : units()) {
-    for (std::size_t b = 0; b < unit->buckets().size(); ++b) {
-      const std::size_t at = mask.size();
-      mask.resize(at + unit->buckets()[b]->size(), 0);
-      auto add = [&](const Reduction& r) {
-        if (r.unit != unit || r.bucket != b) return;
-        for (std::size_t i = 0; i < r.used.size(); ++i) mask[at + i] |= r.used[i];
-      };
-      std::for_each(completed_.begin(), completed_.end(), add);
-      std::for_each(in_flight_.begin(), in_flight_.end(), add);
+    for (const auto& bucket : unit->buckets()) {
+      bucket->mask_at = size;
+      size += bucket->size();
     }
   }
+  std::vector<std::uint8_t> mask(size, 0);
+  const auto add = [&](const Reduction& r) {
+    const std::size_t at = r.unit->buckets()[r.bucket]->mask_at;
+    for (std::size_t i = 0; i < r.used.size(); ++i) mask[at + i] |= r.used[i];
+  };
+  std::for_each(completed_.begin(), completed_.end(), add);
+  std::for_each(in_flight_.begin(), in_flight_.end(), add);
   return mask;
 }
 
@@ -277,25 +279,18 @@ void Context::freeze_order() {
 }
 
 // Parameters without a gradient here that have one elsewhere.
-void Context::publish_late(const std::vector<Reduction>& completed, const std::vector<std::uint8_t>& used) {
-  std::size_t at = 0;
-  for (const auto& unit : units()) {
-    for (std::size_t b = 0; b < unit->buckets().size(); ++b) {
-      const std::size_t size = unit->buckets()[b]->size();
-      std::vector<std::uint8_t> published(size, 0);
-      bool reduced = false;
-      for (const Reduction& r : completed) {
-        if (r.unit != unit || r.bucket != b) continue;
-        reduced = true;
-        for (std::size_t i = 0; i < size; ++i) published[i] |= r.used[i];
-      }
-      std::vector<std::int64_t> late;
-      for (std::size_t i = 0; reduced && i < size; ++i) {
-        if (published[i] == 0 && used[at + i] != 0) late.push_back(static_cast<std::int64_t>(i));
-      }
-      if (!late.empty()) unit->host().publish(*unit, b, late);
-      at += size;
-    }
+void Context::publish_late(const std::vector<Reduction>& completed, std::vector<std::uint8_t> missing) {
+  const auto take = [&](const Reduction& r, auto each) {
+    const std::size_t at = r.unit->buckets()[r.bucket]->mask_at;
+    for (std::size_t i = 0; i < r.used.size(); ++i) each(i, missing[at + i]);
+  };
+  for (const Reduction& r : completed) take(r, [&](std::size_t i, std::uint8_t& m) { m &= r.used[i] == 0 ? 1 : 0; });
+  for (const Reduction& r : completed) {
+    std::vector<std::int64_t> late;
+    take(r, [&](std::size_t i, std::uint8_t& m) {
+      if (std::exchange(m, 0) != 0) late.push_back(static_cast<std::int64_t>(i));
+    });
+    if (!late.empty()) r.unit->host().publish(*r.unit, r.bucket, late);
   }
 }
 

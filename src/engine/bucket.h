@@ -94,6 +94,7 @@ class Bucket {
   bool shared = false;  // another unit uses it too (a tied parameter): reduced only at the end of backward
   // A unit that uses it was in backward while it was trainable, and no reduction followed yet: the same on all ranks.
   bool entered = false;
+  std::size_t mask_at = 0;  // where its parameters begin in the mask that ranks exchange at the end of backward
 
  private:
   void start_gather(BufferPool& pool, EventLog& log);

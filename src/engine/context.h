@@ -84,7 +84,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void exchange_usage();
   void settle_usage(bool whole_backward);
   void freeze_order();
-  void publish_late(const std::vector<Reduction>& completed, const std::vector<std::uint8_t>& used);
+  void publish_late(const std::vector<Reduction>& completed, std::vector<std::uint8_t> missing);
   void prefetch(const std::vector<std::weak_ptr<UnitCore>>& asked, std::int64_t guess);
   void gather_ahead(const std::shared_ptr<UnitCore>& unit);
   void gather_for_forward(UnitCore& unit, bool recompute);

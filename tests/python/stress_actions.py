@@ -290,8 +290,11 @@ WITHOUT_FORWARD = {"freeze", "settings", "zero", "user_gradients", "state", "ste
 
 
 def perform(twin: StressTwin, kind: str, has: Has) -> None:
-    twin.broken = twin.broken and kind in WITHOUT_FORWARD
+    recovers = twin.broken and kind not in WITHOUT_FORWARD
+    twin.broken = twin.broken and not recovers
     ACTIONS[kind](twin, has)
+    if recovers and kind == "forward":
+        twin.rest()  # units kept for the backward of the forward that failed
     if not twin.broken:  # after an exception the model comes to rest with its next forward
         settle(twin)
         twin.check()
