@@ -18,7 +18,7 @@ from raggedfsdp import _C
 from raggedfsdp._module import make_fsdp_module
 from raggedfsdp._optimizers import parameters_were_replaced
 from raggedfsdp._parameters import Original, Slot, owner_of
-from raggedfsdp._state import UnitState, unit_of, units_in
+from raggedfsdp._state import UnitState, Wrapping, unit_of, units_in
 from raggedfsdp.comm import comm_for
 
 ParamPolicy = Callable[[str, torch.Size], _C.Granularity]
@@ -82,8 +82,9 @@ def fully_shard(
     state = UnitState(type(modules[0]).__name__ if modules else "nothing", modules, mesh, mp_policy)
     more = [f"reshard_after_forward {reshard_after_forward}", f"modules {len(modules)}"]
     more += [f"tied parameter {parameter.name}" for _, parameter in borrowed]
-    state.agree(comm_for(mesh), device, originals, max_buckets, collective_cost_bytes, failure, "\n".join(more))
-    state.build(comm_for(mesh), device, originals, max_buckets, collective_cost_bytes)
+    wrapping = Wrapping(comm_for(mesh), device, originals, max_buckets, collective_cost_bytes)
+    state.agree(wrapping, failure, "\n".join(more))
+    state.build(wrapping)
     for slot, parameter in borrowed:
         state.borrow(slot, parameter)
     _move_buffers(modules, device)

@@ -37,6 +37,17 @@ class _Rows:
     gradients: list[list[Any]]  # by bucket; empty before the first gradient
 
 
+@dataclass(frozen=True)
+class Wrapping:
+    """What a unit is made of."""
+
+    comm: _C.Comm
+    device: torch.device
+    originals: Sequence[Original]
+    max_buckets: int | None
+    collective_cost_bytes: int | None
+
+
 class UnitState:
     """What one call of fully_shard made. Modules hold it; it holds the C++ unit."""
 
@@ -65,52 +76,36 @@ class UnitState:
 
     # --- making ---
 
-    def agree(
-        self,
-        comm: _C.Comm,
-        device: torch.device,
-        originals: Sequence[Original],
-        max_buckets: int | None,
-        collective_cost_bytes: int | None,
-        failure: Exception | None,
-        more: str,
-    ) -> None:
+    def agree(self, w: Wrapping, failure: Exception | None, more: str) -> None:
         """Raises on every rank if this one failed, another one did, or they do not wrap the same."""
         text = "" if failure is None else str(failure) or type(failure).__name__
         dtypes = self.policy.param_dtype, self.policy.reduce_dtype
-        specs = specs_of(originals)
+        specs = specs_of(w.originals)
         try:
-            _C.agree_on_unit(self.name, comm, device, *dtypes, specs, max_buckets, collective_cost_bytes, text, more)
+            _C.agree_on_unit(self.name, w.comm, w.device, *dtypes, specs, w.max_buckets, w.collective_cost_bytes, text, more)
         except _C.UsageError:
             if failure is None:
                 raise
             raise failure from None
 
-    def build(
-        self,
-        comm: _C.Comm,
-        device: torch.device,
-        originals: Sequence[Original],
-        max_buckets: int | None,
-        collective_cost_bytes: int | None,
-    ) -> None:
-        self.device = device
+    def build(self, w: Wrapping) -> None:
+        self.device = w.device
         weak = weakref.ref(self)  # C++ must not own us: a cycle through it would never be collected
         self.core = _C.UnitCore(
             self.name,
-            comm,
-            device,
+            w.comm,
+            w.device,
             self.policy.param_dtype,
             self.policy.reduce_dtype,
-            specs_of(originals),
+            specs_of(w.originals),
             lambda bucket: weak()._current_gradients(bucket),  # type: ignore[union-attr]
             lambda bucket, indices: weak()._publish(bucket, indices),  # type: ignore[union-attr]
             lambda whole: weak()._show_whole(whole),  # type: ignore[union-attr]
-            max_buckets,
-            collective_cost_bytes,
+            w.max_buckets,
+            w.collective_cost_bytes,
         )
         self.by_bucket = [[] for _ in self.core.buckets]
-        for (name, original, slots, granularity), (bucket, slot) in zip(originals, self.core.places, strict=True):
+        for (name, original, slots, granularity), (bucket, slot) in zip(w.originals, self.core.places, strict=True):
             parameter = ShardedParameter(name, granularity, self, slots, bucket, slot)
             cut = _C.ragged_cut(self.core.buckets[bucket].plan, slot)
             parameter.build(original, self.core, self.mesh, _C.RaggedShard(cut.dims, cut.local_units))
