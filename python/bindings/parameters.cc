@@ -50,6 +50,13 @@ bool any_gradient(const py::list& rows) {
   return false;
 }
 
+// Asked of the Python object: `.to()` swaps the insides of parameters, after which torch's own note of the hooks is with
+// another tensor, and hooks registered from then on would never be found.
+bool has_gradient_hooks(PyObject* parameter) {
+  PyObject* hooks = reinterpret_cast<THPVariable*>(parameter)->post_accumulate_grad_hooks;
+  return hooks != nullptr && hooks != Py_None && PyDict_Size(hooks) > 0;
+}
+
 // `.grad` of these rows, or of all, becomes their gradient. Whether any of them has hooks for a finished gradient.
 bool set_gradients(const py::list& rows, const std::optional<std::vector<std::size_t>>& indices) {
   bool hooks = false;
@@ -58,7 +65,7 @@ bool set_gradients(const py::list& rows, const std::optional<std::vector<std::si
     const at::Tensor& gradient = tensor_at(row, 1);
     at::Tensor& current = parameter.mutable_grad();
     if (!current.is_same(gradient)) current = gradient;
-    hooks = hooks || torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr;
+    hooks = hooks || has_gradient_hooks(PyTuple_GET_ITEM(row, 0));
   };
   if (!indices) {
     for (py::handle row : rows) set(row.ptr());

@@ -110,6 +110,20 @@ def _parts() -> None:
     assert set(inside.steps) == (used if twin.world > 1 else set(inside.steps) & used)
 
 
+def _registered_again_after_a_change_of_dtype() -> None:
+    """`.to()` swaps the insides of parameters, those of torch's list of hooks among them."""
+    twin = Twin(models.Stack, shard_blocks())
+    fired = []
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        twin.model.to(dtype)
+        parameter = twin.model.blocks[0].up.weight
+        handle = parameter.register_post_accumulate_grad_hook(lambda p, dtype=dtype: fired.append(dtype))
+        models.weighted_loss(twin.model, batch(0, twin.rank, 2, WIDTH).to(dtype)).backward()
+        handle.remove()
+        twin.model.zero_grad()
+    assert fired == [torch.float32, torch.float64, torch.float32]
+
+
 def _state() -> None:
     """Momentum, weight decay and Adam's moments, in fp64."""
     makers: list[Callable[[Any], torch.optim.Optimizer]] = [
@@ -128,3 +142,4 @@ def _state() -> None:
 def test_parts_and_state(world: int) -> None:
     run_ranks(_parts, world, 60)
     run_ranks(_state, world, 60)
+    run_ranks(_registered_again_after_a_change_of_dtype, world, 60)
