@@ -5,19 +5,22 @@
 Time: all models live in the same processes and take turns, step by step; the order rotates; a step is as long as its slowest
 rank's; the ratio is that of the medians. CPU time is a rank's, of all its threads: other load on the machine disturbs it less.
 Memory: each engine trains alone in fresh processes; the ratio is that of the peaks of resident memory above the process's size
-before the model was built. Before anything is measured, every engine's first losses must equal those of the unsharded model
-that sees all ranks' batches. Absolute times on a shared machine mean little; the ratios are what counts.
+before the model was built. "Live" is the same with a malloc that gives what is freed back to the system at once: what an engine
+holds, without the holes that it leaves in malloc's heap. Before anything is measured, every engine's first losses must equal
+those of the unsharded model that sees all ranks' batches. Absolute times on a shared machine mean little: ratios count.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +113,16 @@ def measure_memory(job: Job, engine: str) -> int:
     return int(peak)
 
 
+@contextlib.contextmanager
+def malloc_without_holes() -> Iterator[None]:
+    """In processes started meanwhile, what is larger than this is a mapping of its own."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+    try:
+        yield
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+
+
 def measure(job: Job, peers: Sequence[str], warmup: int, steps: int) -> dict[str, Any]:
     engines = [OURS, *peers]
     expected = spawn(1, unsharded_losses, job)
@@ -118,15 +131,18 @@ def measure(job: Job, peers: Sequence[str], warmup: int, steps: int) -> dict[str
         raise SystemExit("\n".join(results["complaints"]))
     for engine in engines:
         results[engine]["peak_bytes"] = spawn(job.ranks, measure_memory, job, engine)
+        with malloc_without_holes():
+            results[engine]["live_bytes"] = spawn(job.ranks, measure_memory, job, engine)
     ours = results[OURS]
     for result in results.values():
         result["speed_ratio"] = result["step_s"] / ours["step_s"]
         result["memory_ratio"] = ours["peak_bytes"] / result["peak_bytes"]
+        result["live_ratio"] = ours["live_bytes"] / result["live_bytes"]
     return {"ranks": job.ranks, "precision": job.precision, "engines": results}
 
 
 def cell(result: dict[str, Any] | None) -> str:
-    return f"{result['speed_ratio']:.2f} / {result['memory_ratio']:.2f}" if result else "-"
+    return f"{result['speed_ratio']:.2f} / {result['memory_ratio']:.2f} / {result['live_ratio']:.2f}" if result else "-"
 
 
 def show(job: Job, results: dict[str, Any], absent: Sequence[str]) -> None:
@@ -134,11 +150,12 @@ def show(job: Job, results: dict[str, Any], absent: Sequence[str]) -> None:
     off = max(result["loss_off"] for result in results.values())
     print(f"{job.ranks} ranks, {job.precision}, {parameters:.1f} M parameters, batch {job.batch} x {job.sequence} per rank")
     print(f"losses of {CHECKED_STEPS} steps equal the unsharded model's within {off:.0e}")
-    print(f"\n{'':16} {'step ms':>9} {'our speed':>10} {'CPU ms':>9} {'peak MB':>9} {'our memory':>11}")
+    print(f"\n{'':16} {'step ms':>9} {'our speed':>10} {'CPU ms':>8} {'peak MB':>8} {'ours':>7} {'live MB':>8} {'ours':>7}")
     for engine, r in results.items():
-        speed, memory = (f"{r[key]:.2f} x" if engine != OURS else "" for key in ("speed_ratio", "memory_ratio"))
-        figures = f"{1e3 * r['step_s']:9.1f} {speed:>10} {1e3 * r['cpu_s']:9.1f} {r['peak_bytes'] / 1e6:9.0f} {memory:>11}"
-        print(f"{TITLES[engine]:16} {figures}")
+        ratios = ("speed_ratio", "memory_ratio", "live_ratio")
+        speed, memory, live = (f"{r[key]:.2f} x" if engine != OURS else "" for key in ratios)
+        times = f"{1e3 * r['step_s']:9.1f} {speed:>10} {1e3 * r['cpu_s']:8.1f}"
+        print(f"{TITLES[engine]:16} {times} {r['peak_bytes'] / 1e6:8.0f} {memory:>7} {r['live_bytes'] / 1e6:8.0f} {live:>7}")
     for engine in absent:
         print(f"{TITLES[engine]:16} {missing(engine)}")
     if job.precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -36,6 +36,8 @@ struct DBufferOptions {
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
   std::string owner;  // "unit 'layers.0', bucket 0", for messages
+  // What a message says after "the memory of ... was released: ".
+  std::string lifetime = "its parameters are whole only inside its forward and backward, or between unshard() and reshard()";
 };
 
 class DBuffer {
@@ -47,10 +49,11 @@ class DBuffer {
 
   void rename(const std::string& owner);
 
-  // Memory: none at first. `allocate` takes memory for good (zeros); `acquire`/`release` borrow it from a pool.
+  // Memory: none at first. `allocate` takes memory of its own (zeros, or whatever is there); `acquire` borrows it from a pool;
+  // `release` gives either back.
   // Tensors handed out by local(), view() and shard_view() stay valid and follow the memory; without memory they raise. They
   // may outlive the buffer: allocated memory lives as long as they do, borrowed memory is gone for them then.
-  void allocate();
+  void allocate(bool zeros = true);
   void acquire(BufferPool& pool);
   void release();
   [[nodiscard]] bool has_memory() const;

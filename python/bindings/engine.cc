@@ -15,7 +15,7 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Current = std::function<std::vector<std::optional<at::Tensor>>(std::size_t)>;
 using ShowWhole = std::function<void(bool)>;
-using Publish = std::function<void(std::size_t, const std::optional<std::vector<std::int64_t>>&)>;  // none: all
+using Publish = std::function<bool(std::size_t, const std::optional<std::vector<std::int64_t>>&)>;  // none: all
 
 // The callbacks hold weak references in Python: the unit they belong to owns this host.
 class PythonHost : public ParameterHost {
@@ -27,9 +27,9 @@ class PythonHost : public ParameterHost {
     for (auto& g : current_(bucket)) gradients.push_back(g.value_or(at::Tensor()));
     return gradients;
   }
-  void publish(const UnitCore& unit, std::size_t bucket, const std::vector<std::int64_t>& indices) override {
+  bool publish(const UnitCore& unit, std::size_t bucket, const std::vector<std::int64_t>& indices) override {
     const bool all = indices.size() == unit.buckets()[bucket]->size();
-    publish_(bucket, all ? std::nullopt : std::make_optional(indices));
+    return publish_(bucket, all ? std::nullopt : std::make_optional(indices));
   }
   void show_whole(const UnitCore&, bool whole) override { show_whole_(whole); }
   [[noreturn]] void raise(const std::exception_ptr& failure) override { raise_in_python(failure); }
@@ -187,6 +187,7 @@ void bind_engine(py::module_& m) {
                                return events;
                              })
       .def_property_readonly("pool_reserved_bytes", [](Context& c) { return c.pool().reserved_bytes(); })
+      .def_property_readonly("pool_peak_reserved_bytes", [](Context& c) { return c.pool().peak_reserved_bytes(); })
       .def_property_readonly("pool_used_bytes", [](Context& c) { return c.pool().used_bytes(); })
       .def_property_readonly("pool_peak_bytes", [](Context& c) { return c.pool().peak_used_bytes(); })
       .def("reset_pool_peak", [](Context& c) { c.pool().reset_peak(); });

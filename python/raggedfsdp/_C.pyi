@@ -646,7 +646,7 @@ class UnitCore:
     reshard_after_forward: bool
     sync_gradients: bool
     unshard_in_backward: bool
-    def __init__(self, name: str, comm: Comm, device: torch.device, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, parameters: collections.abc.Sequence[ParameterSpec], current_gradients: collections.abc.Callable[[int], list[torch.Tensor | None]], publish: collections.abc.Callable[[int, collections.abc.Sequence[int] | None], None], show_whole: collections.abc.Callable[[bool], None], max_buckets: int | None = None, collective_cost_bytes: int | None = None) -> None:
+    def __init__(self, name: str, comm: Comm, device: torch.device, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, parameters: collections.abc.Sequence[ParameterSpec], current_gradients: collections.abc.Callable[[int], list[torch.Tensor | None]], publish: collections.abc.Callable[[int, collections.abc.Sequence[int] | None], bool], show_whole: collections.abc.Callable[[bool], None], max_buckets: int | None = None, collective_cost_bytes: int | None = None) -> None:
         ...
     def borrow(self, bucket: Bucket) -> None:
         ...
@@ -725,6 +725,9 @@ class Context:
         ...
     @property
     def pool_peak_bytes(self) -> int:
+        ...
+    @property
+    def pool_peak_reserved_bytes(self) -> int:
         ...
     @property
     def pool_reserved_bytes(self) -> int:

@@ -231,12 +231,14 @@ class UnitState:
         gradients = [p.current_gradient() for p in self.by_bucket[bucket]]
         return [] if all(g is None for g in gradients) else gradients
 
-    def _publish(self, bucket: int, indices: Sequence[int] | None) -> None:
+    def _publish(self, bucket: int, indices: Sequence[int] | None) -> bool:
+        """Whether hooks ran, which may have used the gradients up."""
         if not _C.set_gradients(self._gradient_rows(bucket), indices):
-            return
+            return False
         parameters = self.by_bucket[bucket]
         for parameter in parameters if indices is None else [parameters[i] for i in indices]:
             parameter.run_gradient_hooks()
+        return True
 
     def _show_whole(self, whole: bool) -> None:
         if whole:

@@ -146,7 +146,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
     context = states[0].context
     return MemoryReport(
         shard_bytes=shards,
-        pool_bytes=context.pool_reserved_bytes,
+        pool_bytes=context.pool_peak_reserved_bytes,
         gradient_bytes=gradients,
         peak_bytes=shards + gradients + context.pool_peak_bytes,
     )

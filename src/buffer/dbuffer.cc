@@ -1,6 +1,7 @@
 #include "ragged/dbuffer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
@@ -16,10 +17,7 @@ namespace ragged {
 
 namespace {
 
-std::string released_message(const std::string& owner) {
-  return "the memory of " + owner +
-         " was released: its parameters are whole only inside its forward and backward, or between unshard() and reshard()";
-}
+std::string released_message(const DBufferOptions& o) { return "the memory of " + o.owner + " was released: " + o.lifetime; }
 
 }  // namespace
 
@@ -41,7 +39,7 @@ DBuffer::DBuffer(DBufferOptions options) : options_(std::move(options)) {
   }
   const std::int64_t numel = sharded_ ? plan().shard_numel : plan().global_numel();
   storage_ = std::make_unique<SwappableStorage>(numel * static_cast<std::int64_t>(c10::elementSize(options_.dtype)),
-                                                options_.device, released_message(options_.owner));
+                                                options_.device, released_message(options_));
   local_ = storage_->tensor(0, {numel}, options_.dtype);
 }
 
@@ -56,13 +54,15 @@ std::int64_t DBuffer::bytes() const { return storage_->bytes(); }
 
 void DBuffer::rename(const std::string& owner) {
   options_.owner = owner;
-  storage_->set_released_message(released_message(owner));
+  storage_->set_released_message(released_message(options_));
 }
 
-void DBuffer::allocate() {
+void DBuffer::allocate(bool zeros) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  storage_->own(at::zeros({std::max<std::int64_t>(bytes(), 1)}, at::TensorOptions().dtype(at::kByte).device(options_.device)));
+  const auto memory = at::TensorOptions().dtype(at::kByte).device(options_.device);
+  const std::int64_t size = std::max<std::int64_t>(bytes(), 1);
+  storage_->own(zeros ? at::zeros({size}, memory) : at::empty({size}, memory));
 }
 
 void DBuffer::acquire(BufferPool& pool) {
@@ -74,9 +74,9 @@ void DBuffer::acquire(BufferPool& pool) {
 }
 
 void DBuffer::release() {
-  if (!home_) throw InternalError("DBuffer of " + options_.owner + ": release() of memory that came from no pool");
+  if (!has_memory()) throw InternalError("DBuffer of " + options_.owner + ": release() without memory");
   storage_->release();
-  BufferPool::release({std::exchange(memory_, {}), std::exchange(home_, nullptr)});
+  if (home_) BufferPool::release({std::exchange(memory_, {}), std::exchange(home_, nullptr)});
 }
 
 at::Tensor DBuffer::own_slice() const {

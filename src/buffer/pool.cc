@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace ragged {
 
@@ -12,6 +13,7 @@ struct PoolState {
   std::vector<at::Tensor> free;
   bool poison = false;
   std::int64_t reserved_bytes = 0;
+  std::int64_t peak_reserved_bytes = 0;
   std::int64_t used_bytes = 0;
   std::int64_t peak_used_bytes = 0;
 };
@@ -19,9 +21,14 @@ struct PoolState {
 BufferPool::BufferPool() : state_(std::make_shared<PoolState>()) {}
 void BufferPool::set_poison(bool on) { state_->poison = on; }
 std::int64_t BufferPool::reserved_bytes() const { return state_->reserved_bytes; }
+std::int64_t BufferPool::peak_reserved_bytes() const { return state_->peak_reserved_bytes; }
 std::int64_t BufferPool::used_bytes() const { return state_->used_bytes; }
 std::int64_t BufferPool::peak_used_bytes() const { return state_->peak_used_bytes; }
 void BufferPool::reset_peak() { state_->peak_used_bytes = state_->used_bytes; }
+
+void BufferPool::trim() {
+  for (const at::Tensor& block : std::exchange(state_->free, {})) state_->reserved_bytes -= block.numel();
+}
 
 BufferPool::Block BufferPool::acquire(std::int64_t bytes, at::Device device) {
   c10::InferenceMode normal(false);
@@ -39,6 +46,7 @@ BufferPool::Block BufferPool::acquire(std::int64_t bytes, at::Device device) {
   } else {
     block.memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
     state_->reserved_bytes += bytes;
+    state_->peak_reserved_bytes = std::max(state_->peak_reserved_bytes, state_->reserved_bytes);
     if (state_->poison) block.memory.fill_(0xFF);
   }
   state_->used_bytes += block.bytes();

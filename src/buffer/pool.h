@@ -29,10 +29,14 @@ class BufferPool {
   [[nodiscard]] Block acquire(std::int64_t bytes, at::Device device);
   static void release(Block&& block);
 
+  // Blocks that nobody has are given back to the allocator.
+  void trim();
+
   // Fresh and returned memory is filled with 0xFF: NaN in every floating dtype. For tests.
   void set_poison(bool on);
 
   [[nodiscard]] std::int64_t reserved_bytes() const;
+  [[nodiscard]] std::int64_t peak_reserved_bytes() const;
   [[nodiscard]] std::int64_t used_bytes() const;
   [[nodiscard]] std::int64_t peak_used_bytes() const;
   void reset_peak();

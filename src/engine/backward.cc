@@ -184,7 +184,10 @@ void Context::complete_reductions() {
       if (done.used[i] != 0) indices.push_back(static_cast<std::int64_t>(i));
     }
     completed_.push_back(std::move(done));
-    unit.host().publish(unit, completed_.back().bucket, indices);
+    const std::size_t b = completed_.back().bucket;
+    const bool maybe_used_up = unit.host().publish(unit, b, indices);
+    // What other ranks gave to parameters unused here is still to be published.
+    if (maybe_used_up && indices.size() == bucket.size()) unit.release_gradients(b);
   }
 }
 
@@ -227,6 +230,7 @@ void Context::end_task(int id) {
   if (inner) return;
   keep_recomputed(nullptr);
   drop_prefetched();
+  pool_.trim();
 }
 
 // One byte per parameter of all units, in their order.

@@ -17,6 +17,9 @@
 namespace ragged {
 namespace {
 
+constexpr const char* kGradientLifetime =
+    "it lives from a reduction to the next forward that finds no .grad in its bucket; clone what you want to keep";
+
 DBufferOptions buffer_options(const BucketOptions& o, BufferPlacement placement, at::ScalarType dtype, const char* what) {
   return {
       .plan = o.plan, .mesh = o.mesh, .placements = {placement}, .dtype = dtype, .device = o.device, .owner = o.owner + what};
@@ -66,6 +69,8 @@ void Bucket::rename(const std::string& owner) {
   options_.owner = owner;
   shard_.rename(owner);
   gathered_.rename(owner);
+  if (gradient_) gradient_->rename(owner + " (gradients)");
+  if (gradient_shard_) gradient_shard_->rename(owner + " (gradient shard)");
 }
 
 void Bucket::materialize() {
@@ -126,6 +131,7 @@ void Bucket::start_reduce(CurrentGradients current, BufferPool& pool, EventLog& 
   }
   current_ = std::move(current);
   overwrite_ = std::none_of(current_.begin(), current_.end(), [](const at::Tensor& t) { return t.defined(); });
+  if (!gradient_shard_->has_memory()) gradient_shard_->allocate(/*zeros=*/!overwrite_);
   reduced_directly_ = overwrite_ && gradient_shard_->options().dtype == options_.reduce_dtype();
   {
     RECORD_FUNCTION("ragged::start_reduce", {});
@@ -215,10 +221,11 @@ void Bucket::ensure_gradient_memory(BufferPool& pool) {
     gradient_ =
         std::make_unique<DBuffer>(buffer_options(options_, BufferPlacement::kPartial, options_.reduce_dtype(), " (gradients)"));
     const auto dtype = c10::promoteTypes(options_.shard_dtype, options_.reduce_dtype());
-    gradient_shard_ = std::make_unique<DBuffer>(buffer_options(options_, BufferPlacement::kShard, dtype, " (gradient shard)"));
+    auto shard = buffer_options(options_, BufferPlacement::kShard, dtype, " (gradient shard)");
+    shard.lifetime = kGradientLifetime;
+    gradient_shard_ = std::make_unique<DBuffer>(std::move(shard));
     for (std::size_t i = 0; i < size(); ++i) slots_.push_back(gradient_->view(i));
   }
-  if (!gradient_shard_->has_memory()) gradient_shard_->allocate();
   if (gradient_state_ != GradientState::kEmpty) return;
   gradient_->acquire(pool);
   gradient_->zero_gaps_();
@@ -254,6 +261,10 @@ void Bucket::discard_gradients() {
   current_.clear();
   std::fill(used_.begin(), used_.end(), std::uint8_t{0});
   gradient_state_ = GradientState::kEmpty;
+}
+
+void Bucket::release_gradient_shard() {
+  if (gradient_shard_bytes() != 0 && gradient_state_ != GradientState::kReducing) gradient_shard_->release();
 }
 
 void Bucket::drop_accumulated(bool set_to_none) {

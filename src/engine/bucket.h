@@ -85,6 +85,8 @@ class Bucket {
   }  // which got a gradient since the last reduction
   [[nodiscard]] at::Tensor gradient_view(std::size_t i);  // this rank's part in the gradient shard
   [[nodiscard]] std::int64_t gradient_shard_bytes() const;
+  // Gives its memory back until the next reduction. The caller knows that no `.grad` is over it.
+  void release_gradient_shard();
 
   // Whether tensor i wants a gradient now; set from outside at each gather.
   std::vector<std::uint8_t> requires_grad;

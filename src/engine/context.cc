@@ -37,6 +37,7 @@ std::vector<std::shared_ptr<UnitCore>> Context::units() const {
 
 std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermost) {
   RECORD_FUNCTION("ragged::enter_forward", {});
+  const bool trains = at::GradMode::is_enabled();
   at::NoGradGuard no_grad;
   const bool recompute = inside_backward();
   if (!recompute) stream_.follow(unit.options().device);
@@ -47,6 +48,8 @@ std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermos
     // A step that ended in an exception left traces; nobody else can be inside a step now.
     if (!tasks_.empty() || (outermost && depth_ > 0)) reset();
     if (depth_ == 0) forward_order_.begin();
+    // After zero_grad, until the next reduction, activations need that memory more.
+    for (std::size_t b = 0; trains && b < unit.buckets().size(); ++b) unit.release_gradients(b);
   }
   log_.add({EventKind::kForward, unit.index()});
   if (auto last = recomputed_.lock(); last && last.get() != &unit) keep_recomputed(nullptr);

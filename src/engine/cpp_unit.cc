@@ -38,7 +38,7 @@ class Shards : public ParameterHost {
     return gradients;
   }
 
-  void publish(const UnitCore& unit, std::size_t bucket, const std::vector<std::int64_t>& indices) override {
+  bool publish(const UnitCore& unit, std::size_t bucket, const std::vector<std::int64_t>& indices) override {
     for (std::int64_t i : indices) {
       Slot& slot = slots_[bucket][static_cast<std::size_t>(i)];
       // variable_data: optimisers detach gradients in place, which views refuse.
@@ -47,6 +47,7 @@ class Shards : public ParameterHost {
       }
       tensors[slot.parameter].mutable_grad() = slot.gradient;
     }
+    return false;
   }
 
   Tensors parameters;  // the module's own: the compute leaves

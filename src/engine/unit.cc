@@ -115,6 +115,13 @@ void UnitCore::refresh() {
   each_used_bucket([&](Bucket& b) { b.refresh(context_->log()); });
 }
 
+void UnitCore::release_gradients(std::size_t bucket) {
+  if (buckets_[bucket]->gradient_shard_bytes() == 0) return;
+  const CurrentGradients current = host_->current_gradients(*this, bucket);
+  const bool none = std::none_of(current.begin(), current.end(), [](const at::Tensor& t) { return t.defined(); });
+  if (none) buckets_[bucket]->release_gradient_shard();
+}
+
 std::int64_t UnitCore::generation() const {
   std::int64_t sum = 0;
   for (const auto& bucket : buckets_) sum += bucket->generation();

@@ -45,7 +45,8 @@ class ParameterHost {
   virtual ~ParameterHost() = default;
   virtual CurrentGradients current_gradients(const UnitCore& unit, std::size_t bucket) = 0;
   // `.grad` of these parameters of a bucket becomes (or stays) the view of the gradient shard.
-  virtual void publish(const UnitCore& unit, std::size_t bucket, const std::vector<std::int64_t>& indices) = 0;
+  // True if code of the user's ran for it, which may have used the gradients up.
+  virtual bool publish(const UnitCore& unit, std::size_t bucket, const std::vector<std::int64_t>& indices) = 0;
   // While a unit is in backward its modules show the whole parameters: a checkpoint inside it may recompute a part of it.
   virtual void show_whole(const UnitCore&, bool /*whole*/) {}
   // What fails inside backward reaches the user through autograd, which knows no exceptions of ours: throws `failure`, or what
@@ -96,6 +97,8 @@ class UnitCore : public std::enable_shared_from_this<UnitCore> {
   [[nodiscard]] bool held() const { return holds_ != 0; }
   void finish_gather();
   void refresh();
+  // The gradient shard's memory, where no parameter of the bucket has a `.grad`.
+  void release_gradients(std::size_t bucket);
   [[nodiscard]] std::int64_t generation() const;
 
   // Invocations whose output node is in the graph that runs now: which they are depends on the graph alone, not on when

@@ -114,6 +114,22 @@ TEST(DBuffer, BorrowsAndReturnsMemory) {
   EXPECT_THROW(buffer.release(), InternalError);
 }
 
+TEST(DBuffer, MemoryOfItsOwnComesAndGoes) {
+  DBufferOptions options = options_of(make_fake_comm(0, 2), kShard);
+  options.lifetime = "between tests";
+  DBuffer buffer(options);
+  const at::Tensor part = buffer.shard_view(0);
+  for (int i = 0; i < 2; ++i) {
+    buffer.allocate(/*zeros=*/i == 0);
+    buffer.local().fill_(i + 1);
+    EXPECT_EQ(part.sum().item<float>(), static_cast<float>((i + 1) * part.numel()));
+    buffer.release();
+    EXPECT_FALSE(buffer.has_memory());
+    EXPECT_THAT([&] { (void)part.sum(); }, ThrowsMessage<c10::Error>(HasSubstr("between tests")));
+  }
+  EXPECT_THROW(buffer.release(), InternalError);
+}
+
 TEST(DBuffer, TensorsOutliveTheBuffer) {
   auto shard = std::make_unique<DBuffer>(allocated(make_fake_comm(0, 2), kShard));
   const auto view = shard->shard_view(0);

@@ -86,6 +86,18 @@ TEST(Pool, BlocksGoHome) {
   EXPECT_EQ(a.reserved_bytes(), 64);
 }
 
+TEST(Pool, WhatIsFreeGoesBackToTheAllocator) {
+  BufferPool pool;
+  auto kept = pool.acquire(100, at::kCPU);
+  BufferPool::release(pool.acquire(1000, at::kCPU));
+  pool.trim();
+  EXPECT_EQ(pool.reserved_bytes(), 100);
+  EXPECT_EQ(pool.peak_reserved_bytes(), 1100);
+  BufferPool::release(std::move(kept));
+  pool.trim();
+  EXPECT_EQ(pool.reserved_bytes(), 0);
+}
+
 TEST(Pool, NothingIsABlockToo) {
   BufferPool pool;
   auto block = pool.acquire(0, at::kCPU);

@@ -186,7 +186,7 @@ def _pool_is_shared() -> None:
         for step in range(3):
             run_interleaved(twin, INTERLEAVED["breadth first"], "none", step)
             twin.model.zero_grad()
-        pools = {context: context.pool_reserved_bytes for context in (unit.context for unit in twin.units)}
+        pools = {context: context.pool_peak_reserved_bytes for context in (unit.context for unit in twin.units)}
         reserved[shared] = sum(pools.values())
     assert reserved[True] < reserved[False]
     with pytest.raises(UsageError, match="outermost"):
