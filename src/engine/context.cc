@@ -48,8 +48,7 @@ std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermos
     // A step that ended in an exception left traces; nobody else can be inside a step now.
     if (!tasks_.empty() || (outermost && depth_ > 0)) reset();
     if (depth_ == 0) forward_order_.begin();
-    // After zero_grad, until the next reduction, activations need that memory more.
-    for (std::size_t b = 0; trains && b < unit.buckets().size(); ++b) unit.release_gradients(b);
+    if (depth_ == 0 && trains) release_gradients();
   }
   log_.add({EventKind::kForward, unit.index()});
   if (auto last = recomputed_.lock(); last && last.get() != &unit) keep_recomputed(nullptr);
@@ -61,6 +60,14 @@ std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermos
   invocation->entered_at = ++clock_;
   invocation->generation = unit.generation();
   return invocation;
+}
+
+// After zero_grad, until the next reduction, activations need that memory more. Of all units at once: inside a reentrant
+// checkpoint a unit cannot tell a forward that trains from one that does not.
+void Context::release_gradients() {
+  for (const auto& unit : units()) {
+    for (std::size_t b = 0; b < unit->buckets().size(); ++b) unit->release_gradients(b);
+  }
 }
 
 void Context::gather_for_forward(UnitCore& unit, bool recompute) {

@@ -87,6 +87,7 @@ class Context : public std::enable_shared_from_this<Context> {
   void publish_late(const std::vector<Reduction>& completed, std::vector<std::uint8_t> missing);
   void prefetch(const std::vector<std::weak_ptr<UnitCore>>& asked, std::int64_t guess);
   void gather_ahead(const std::shared_ptr<UnitCore>& unit);
+  void release_gradients();
   void gather_for_forward(UnitCore& unit, bool recompute);
   static void let_go(UnitCore& unit, unsigned reasons_kept);
   void drop_prefetched();

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from models_for_tests import WIDTH, Stack, shard_blocks, weighted_loss
 from modes import buckets_of
@@ -50,6 +51,24 @@ def _between_zero_grad_and_the_reduction() -> None:
     backward(twin, 1)
     assert twin.context.pool_reserved_bytes == 0
     assert twin.context.pool_peak_reserved_bytes > 0
+
+
+def _in_a_reentrant_checkpoint() -> None:
+    """Its units run without gradients at first."""
+    twin = twin_after_a_step()
+    blocks = twin.model.blocks
+    run = [block.forward for block in blocks]
+    held = []
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        held.append(gradient_bytes(twin))
+        return run[1](x)
+
+    blocks[1].forward = middle
+    x = batch(5, twin.rank, 2, WIDTH).requires_grad_()
+    twin.model.forward = lambda x: checkpoint(blocks[2], checkpoint(blocks[1], x, use_reentrant=True), use_reentrant=True)
+    twin.model(x).sum().backward()
+    assert held[0] == 0
 
 
 def _zeros_stay() -> None:
@@ -124,6 +143,7 @@ def _optimiser_in_backward() -> None:
     "body",
     [
         _between_zero_grad_and_the_reduction,
+        _in_a_reentrant_checkpoint,
         _zeros_stay,
         _one_gradient_keeps_its_bucket,
         _what_is_kept_is_gone,
