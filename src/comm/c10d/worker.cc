@@ -28,23 +28,32 @@ class ExchangeWork final : public Work {
       shared_->fail("not done within " + std::to_string(limit->count()) + " ms" +
                     (peer < 0 ? std::string() : ", waiting for rank " + std::to_string(peer)));
     }
-    if (!operation_->done) throw CommError(shared_->who + ": " + shared_->failure);
+    if (operation_->done) return;
+    // Who catches this may free memory that the exchange under way, which was interrupted, still writes to.
+    shared_->changed.wait(lock, [&] { return !shared_->busy; });
+    throw CommError(shared_->who + ": " + shared_->failure);
   }
 
   std::shared_ptr<Shared> shared_;
   std::shared_ptr<Operation> operation_;
 };
 
+// What went wrong; empty if nothing did.
 std::string attempt(Shared& shared, const Operation& operation) {
   try {
     shared.peers.use_key(operation.key);
     exchange(shared.peers, operation.request);
     return "";
   } catch (const std::exception& e) {
-    const auto first = shared.notes.read();
-    const std::string lost = "; the group's store is gone too: the rank that hosts it, often rank 0, may have failed first";
-    return describe(operation.request) + ": " + (!first ? e.what() + lost : first->empty() ? e.what() : *first);
+    return *e.what() == '\0' ? "unknown" : e.what();
   }
+}
+
+// With the name of whoever failed first.
+std::string explain(const Shared& shared, const Operation& operation, const std::string& error) {
+  const auto first = shared.notes.read();
+  const std::string lost = "; the group's store is gone too: the rank that hosts it, often rank 0, may have failed first";
+  return describe(operation.request) + ": " + (!first ? error + lost : first->empty() ? error : *first);
 }
 
 // Tells the others why this rank will send no more.
@@ -62,13 +71,20 @@ void work_until_failure(Shared& shared, std::unique_lock<std::mutex>& lock) {
     if (!shared.failure.empty()) return;
     const auto operation = std::move(shared.queue.front());
     shared.queue.pop_front();
+    shared.busy = true;
     lock.unlock();
     const auto error = attempt(shared, *operation);
     lock.lock();
-    if (!error.empty() && shared.failure.empty()) shared.fail(error);
-    if (!shared.failure.empty()) return;
-    operation->done = true;
+    shared.busy = false;
+    operation->done = error.empty() && shared.failure.empty();
     shared.changed.notify_all();
+    if (!error.empty()) {
+      lock.unlock();
+      const auto why = explain(shared, *operation, error);
+      lock.lock();
+      if (shared.failure.empty()) shared.fail(why);
+    }
+    if (!shared.failure.empty()) return;
     // Freeing memory can call into Python, and whoever has Python's lock may want ours.
     lock.unlock();
     operation->request = {};

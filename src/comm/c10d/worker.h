@@ -60,6 +60,7 @@ struct Shared {
   std::deque<std::shared_ptr<Operation>> queue;
   std::string failure;  // not empty: final
   bool destroyed = false;
+  bool busy = false;  // the thread is inside an exchange
 
   // With the mutex held.
   void fail(const std::string& why);
