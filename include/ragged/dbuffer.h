@@ -95,8 +95,8 @@ class DBuffer {
   bool sharded_ = false;
   std::unique_ptr<SwappableStorage> storage_;
   at::Tensor local_;
-  at::Tensor memory_;                // borrowed from a pool; uint8
-  std::shared_ptr<PoolState> home_;  // that pool's
+  at::Tensor memory_;                // uint8
+  std::shared_ptr<PoolState> home_;  // of the pool that it was borrowed from; null: our own
 };
 
 }  // namespace ragged

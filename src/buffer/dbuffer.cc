@@ -62,7 +62,8 @@ void DBuffer::allocate(bool zeros) {
   at::NoGradGuard no_grad;
   const auto memory = at::TensorOptions().dtype(at::kByte).device(options_.device);
   const std::int64_t size = std::max<std::int64_t>(bytes(), 1);
-  storage_->own(zeros ? at::zeros({size}, memory) : at::empty({size}, memory));
+  memory_ = zeros ? at::zeros({size}, memory) : at::empty({size}, memory);
+  storage_->own(memory_);
 }
 
 void DBuffer::acquire(BufferPool& pool) {
@@ -76,7 +77,12 @@ void DBuffer::acquire(BufferPool& pool) {
 void DBuffer::release() {
   if (!has_memory()) throw InternalError("DBuffer of " + options_.owner + ": release() without memory");
   storage_->release();
-  if (home_) BufferPool::release({std::exchange(memory_, {}), std::exchange(home_, nullptr)});
+  if (!home_) {
+    record_use(memory_);
+    memory_.reset();
+    return;
+  }
+  BufferPool::release({std::exchange(memory_, {}), std::exchange(home_, nullptr)});
 }
 
 at::Tensor DBuffer::own_slice() const {

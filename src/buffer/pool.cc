@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
@@ -18,6 +19,12 @@ struct PoolState {
   std::int64_t peak_used_bytes = 0;
 };
 
+void record_use(const at::Tensor& memory) {
+  if (memory.defined() && !memory.is_cpu()) {
+    memory.record_stream(c10::impl::VirtualGuardImpl(memory.device().type()).getStream(memory.device()));
+  }
+}
+
 BufferPool::BufferPool() : state_(std::make_shared<PoolState>()) {}
 void BufferPool::set_poison(bool on) { state_->poison = on; }
 std::int64_t BufferPool::reserved_bytes() const { return state_->reserved_bytes; }
@@ -27,7 +34,10 @@ std::int64_t BufferPool::peak_used_bytes() const { return state_->peak_used_byte
 void BufferPool::reset_peak() { state_->peak_used_bytes = state_->used_bytes; }
 
 void BufferPool::trim() {
-  for (const at::Tensor& block : std::exchange(state_->free, {})) state_->reserved_bytes -= block.numel();
+  for (const at::Tensor& block : std::exchange(state_->free, {})) {
+    record_use(block);
+    state_->reserved_bytes -= block.numel();
+  }
 }
 
 BufferPool::Block BufferPool::acquire(std::int64_t bytes, at::Device device) {

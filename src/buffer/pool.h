@@ -16,6 +16,10 @@ namespace ragged {
 
 struct PoolState;
 
+// Before memory is given back: the current stream worked on it. The allocator knows only the stream that it was made for, and
+// the compute stream may have become another one since.
+void record_use(const at::Tensor& memory);
+
 class BufferPool {
  public:
   struct Block {
