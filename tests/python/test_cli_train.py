@@ -19,13 +19,23 @@ SMALL = ["--ranks", "2", "--batch", "1", "--sequence", "32"]
 ENDLESS = [*SMALL, "--steps", "1000000"]
 
 
+def _as_in_a_terminal() -> None:
+    # Shells start what runs in the background deaf to Ctrl-C, which these tests may be.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """A running `raggedfsdp train` in a process group of its own, like a terminal's."""
 
     def __init__(self, *args: str) -> None:
         command = [sys.executable, "-m", "raggedfsdp", "train", *args]
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=_as_in_a_terminal,
         )
         self.ranks: list[int] = []
 
