@@ -195,6 +195,8 @@ class StressTwin(Twin):
     # --- between actions ---
 
     def zero(self, set_to_none: bool = True) -> None:
+        # What was accumulated and is set to zeros still waits for its reduction, which is nothing that the checks know of.
+        set_to_none = set_to_none or bool(self.pending)
         for model in (self.model, self.oracle):
             model.zero_grad(set_to_none=set_to_none)
         self.pending.clear()
