@@ -18,7 +18,7 @@ from raggedfsdp import _C
 from raggedfsdp._module import make_fsdp_module
 from raggedfsdp._optimizers import parameters_were_replaced
 from raggedfsdp._parameters import Original, Slot, owner_of
-from raggedfsdp._state import UnitState, Wrapping, unit_of, units_in
+from raggedfsdp._state import UnitState, Wrapping, share_context, unit_of, units_in
 from raggedfsdp.comm import comm_for
 
 ParamPolicy = Callable[[str, torch.Size], _C.Granularity]
@@ -74,7 +74,7 @@ def fully_shard(
         if dp_mesh_dims is not None:
             raise NotImplementedError("fully_shard: dp_mesh_dims is not supported yet: parameters must be plain tensors")
         own, borrowed = _collect(modules, ignored_params or set())
-        _check_at_rest([*_units_below(modules), *(parameter.unit for _, parameter in borrowed)])
+        _check_at_rest([*units_in(*modules), *(parameter.unit for _, parameter in borrowed)])
         ask = functools.partial(_granularity, orig_param_policy, shard_placement_fn)
         originals = [(name, p, slots, ask(name, p)) for name, p, slots in own]
     except Exception as error:  # also what a policy of the user's raised: no rank may raise alone
@@ -237,21 +237,13 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
                     m._buffers[name] = buffer.to(device)
 
 
-def _units_below(modules: list[nn.Module]) -> list[UnitState]:
-    return list(dict.fromkeys(unit for m in modules for unit in units_in(m)))
-
-
 def _join(state: UnitState, modules: list[nn.Module]) -> None:
     """One context for this unit, all units below it, those it shares parameters with and those that they share one with.
 
     This one is the outermost now.
     """
-    below = [unit for unit in _units_below(modules) if unit is not state]
-    related = [*below, *(parameter.unit for _, parameter in state.borrowed)]
-    together = [core for unit in related for core in unit.context.units]
-    context = _C.Context()
-    for core in dict.fromkeys([*(unit.core for unit in below), state.core, *together]):
-        context.add(core)
+    below = [unit for unit in state.below() if unit is not state]
+    share_context([*below, state, *(parameter.unit for _, parameter in state.borrowed)])
     for unit in [*below, state]:
         unit.is_root = unit is state
         if unit.auto_reshard:

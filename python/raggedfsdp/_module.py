@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raggedfsdp import _C
-from raggedfsdp._state import UnitState, unit_of, units_in
+from raggedfsdp._state import UnitState, share_context, unit_of, units_in
 
 
 class UnshardHandle:
@@ -227,6 +227,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     for root in roots:
         if not root.is_root:
             raise _C.UsageError(f"share_comm_ctx: unit '{root.name}' is inside another one; pass outermost modules")
-    context = _C.Context()
-    for state in dict.fromkeys(state for root in roots for state in root.below()):  # once, if several of its modules came
-        context.add(state.core)
+    share_context(
+        list(dict.fromkeys(state for root in roots for state in root.below()))
+    )  # once, if several of its modules came

@@ -116,7 +116,7 @@ class UnitState:
 
     def below(self) -> list[UnitState]:
         """The units of all its modules, itself among them, each once."""
-        return list(dict.fromkeys(state for module in self.modules for state in units_in(module)))
+        return units_in(*self.modules)
 
     def borrow(self, slot: Slot, parameter: ShardedParameter) -> None:
         """A slot of our modules holds a parameter that another unit owns."""
@@ -328,10 +328,19 @@ def unit_of(module: nn.Module) -> UnitState | None:
     return module.__dict__.get("_ragged_unit")
 
 
-def units_in(module: nn.Module) -> list[UnitState]:
-    """The units of a model, each once, in the order of its modules."""
-    found = {id(state): state for m in module.modules() if (state := unit_of(m)) is not None}
+def units_in(*models: nn.Module) -> list[UnitState]:
+    """The units of models, each once, in the order of their modules."""
+    found = {id(state): state for model in models for m in model.modules() if (state := unit_of(m)) is not None}
     return list(found.values())
 
 
-__all__ = ["UnitState", "owner_of", "unit_of", "units_in"]
+def share_context(units: Sequence[UnitState]) -> None:
+    """One context for these units and for all that share one with any of them already."""
+    before = dict.fromkeys(unit.context for unit in units)
+    together = [core for context in before if context is not None for core in context.units]
+    context = _C.Context()
+    for core in dict.fromkeys([*(unit.core for unit in units), *together]):
+        context.add(core)
+
+
+__all__ = ["UnitState", "owner_of", "share_context", "unit_of", "units_in"]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import models_for_tests as models
 from models_for_tests import WIDTH, Block, shard_children
 from parity import Twin, batch
-from raggedfsdp import fully_shard
+from raggedfsdp import fully_shard, share_comm_ctx
 from ranks import run_ranks
 
 KINDS = {"none": None, "reentrant": True, "non-reentrant": False}
@@ -205,6 +205,7 @@ def _tied_apart(kind: str) -> None:
     def shard(model: Any) -> None:
         fully_shard(model.first)
         fully_shard(model.second)
+        share_comm_ctx([model.first])  # together with what it shares a parameter with
         assert model.first._ragged_unit.context is model.second._ragged_unit.context
 
     def loss_of(model: nn.Module, given: tuple[torch.Tensor, bool]) -> torch.Tensor:
