@@ -227,6 +227,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     for root in roots:
         if not root.is_root:
             raise _C.UsageError(f"share_comm_ctx: unit '{root.name}' is inside another one; pass outermost modules")
-    share_context(
-        list(dict.fromkeys(state for root in roots for state in root.below()))
-    )  # once, if several of its modules came
+    share_context([state for root in roots for state in root.below()])
