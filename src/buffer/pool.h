@@ -1,5 +1,5 @@
 #pragma once
-// Memory for gathered parameters and full gradients, reused from unit to unit and step to step.
+// Memory for gathered parameters and full gradients, reused from unit to unit within a step.
 //
 // A request takes the smallest free block that fits without wasting more than a quarter, so units of very different sizes
 // do not share blocks; when none fits the pool grows: a unit that is needed never waits. One thread at a time.

@@ -183,8 +183,8 @@ void Context::complete_reductions() {
     for (std::size_t i = 0; i < done.used.size(); ++i) {
       if (done.used[i] != 0) indices.push_back(static_cast<std::int64_t>(i));
     }
+    const std::size_t b = done.bucket;
     completed_.push_back(std::move(done));
-    const std::size_t b = completed_.back().bucket;
     const bool maybe_used_up = unit.host().publish(unit, b, indices);
     // What other ranks gave to parameters unused here is still to be published.
     if (maybe_used_up && indices.size() == bucket.size()) unit.release_gradients(b);
@@ -233,8 +233,8 @@ void Context::end_task(int id) {
   pool_.trim();
 }
 
-// One byte per parameter of all units, in their order.
-std::vector<std::uint8_t> Context::usage_mask() const {
+// One byte per parameter of all units, in their order. Notes where each bucket's begin, for what comes back.
+std::vector<std::uint8_t> Context::usage_mask() {
   std::size_t size = 0;
   for (const auto& unit : units()) {
     for (const auto& bucket : unit->buckets()) {
@@ -244,8 +244,7 @@ std::vector<std::uint8_t> Context::usage_mask() const {
   }
   std::vector<std::uint8_t> mask(size, 0);
   const auto add = [&](const Reduction& r) {
-    const std::size_t at = r.unit->buckets()[r.bucket]->mask_at;
-    for (std::size_t i = 0; i < r.used.size(); ++i) mask[at + i] |= r.used[i];
+    for (std::size_t i = 0; i < r.used.size(); ++i) mask[mask_at(r) + i] |= r.used[i];
   };
   std::for_each(completed_.begin(), completed_.end(), add);
   std::for_each(in_flight_.begin(), in_flight_.end(), add);
@@ -284,16 +283,17 @@ void Context::freeze_order() {
 
 // Parameters without a gradient here that have one elsewhere.
 void Context::publish_late(const std::vector<Reduction>& completed, std::vector<std::uint8_t> missing) {
-  const auto take = [&](const Reduction& r, auto each) {
-    const std::size_t at = r.unit->buckets()[r.bucket]->mask_at;
-    for (std::size_t i = 0; i < r.used.size(); ++i) each(i, missing[at + i]);
-  };
-  for (const Reduction& r : completed) take(r, [&](std::size_t i, std::uint8_t& m) { m &= r.used[i] == 0 ? 1 : 0; });
+  for (const Reduction& r : completed) {
+    for (std::size_t i = 0; i < r.used.size(); ++i) {
+      if (r.used[i] != 0) missing[mask_at(r) + i] = 0;
+    }
+  }
   for (const Reduction& r : completed) {
     std::vector<std::int64_t> late;
-    take(r, [&](std::size_t i, std::uint8_t& m) {
-      if (std::exchange(m, 0) != 0) late.push_back(static_cast<std::int64_t>(i));
-    });
+    for (std::size_t i = 0; i < r.used.size(); ++i) {
+      // Once, also for a bucket that was reduced several times.
+      if (std::exchange(missing[mask_at(r) + i], 0) != 0) late.push_back(static_cast<std::int64_t>(i));
+    }
     if (!late.empty()) r.unit->host().publish(*r.unit, r.bucket, late);
   }
 }

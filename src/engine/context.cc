@@ -47,8 +47,10 @@ std::shared_ptr<Invocation> Context::enter_forward(UnitCore& unit, bool outermos
   } else {
     // A step that ended in an exception left traces; nobody else can be inside a step now.
     if (!tasks_.empty() || (outermost && depth_ > 0)) reset();
-    if (depth_ == 0) forward_order_.begin();
-    if (depth_ == 0 && trains) release_gradients();
+    if (depth_ == 0) {
+      forward_order_.begin();
+      if (trains) release_gradients();
+    }
   }
   log_.add({EventKind::kForward, unit.index()});
   if (auto last = recomputed_.lock(); last && last.get() != &unit) keep_recomputed(nullptr);

@@ -97,7 +97,8 @@ class Context : public std::enable_shared_from_this<Context> {
   void leave_group(UnitCore& unit);
   void release_after_forward(UnitCore& unit, const std::shared_ptr<Invocation>& invocation);
   void keep_recomputed(UnitCore* unit);
-  [[nodiscard]] std::vector<std::uint8_t> usage_mask() const;
+  [[nodiscard]] std::vector<std::uint8_t> usage_mask();
+  [[nodiscard]] static std::size_t mask_at(const Reduction& r) { return r.unit->buckets()[r.bucket]->mask_at; }
 
   std::vector<std::weak_ptr<UnitCore>> units_;  // Python owns units
   BufferPool pool_;
